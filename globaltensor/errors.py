@@ -1,0 +1,25 @@
+"""Error classes. All derive from RuntimeError: Python swallows a TypeError raised inside an operator's dunder method."""
+
+
+class GlobalTensorError(RuntimeError):
+    """Base of every error this library raises on purpose."""
+
+
+class PlacementError(GlobalTensorError):
+    """A placement that cannot exist, or two placements that do not fit together."""
+
+
+class SbpError(GlobalTensorError):
+    """An sbp that does not fit its placement, its tensor or the operation."""
+
+
+class ShapeError(GlobalTensorError):
+    """Ranks whose local tensors do not form one global tensor."""
+
+
+class BoxingError(GlobalTensorError):
+    """Data would have to move where that is forbidden, or cannot move."""
+
+
+class WorldError(GlobalTensorError):
+    """The process group is missing, misconfigured or has failed."""
