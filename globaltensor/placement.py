@@ -26,12 +26,11 @@ class Placement:
     (2, 2)
     """
 
-    __slots__ = ("_coordinates", "_hash", "_ranks_array", "flat", "shape", "type")
+    __slots__ = ("_coordinates", "_ranks_array", "flat", "shape", "type")
     type: str
     flat: tuple[int, ...]
     shape: tuple[int, ...]
     _coordinates: dict[int, tuple[int, ...]]
-    _hash: int
     _interned: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Placement] = {}
 
     def __new__(cls, type: str, ranks: int | Sequence[Any] | np.ndarray[Any, Any]) -> Placement:
@@ -68,7 +67,6 @@ class Placement:
             set_(found, "shape", tuple(int(n) for n in shape))
             set_(found, "_ranks_array", array)
             set_(found, "_coordinates", {int(r): tuple(int(c) for c in index) for index, r in np.ndenumerate(array)})
-            set_(found, "_hash", hash(key))
             found = cls._interned.setdefault(key, found)
         return found
 
@@ -112,9 +110,6 @@ class Placement:
     def with_type(self, type: str) -> Placement:
         """The same ranks on another device type."""
         return Placement(type, self._ranks_array)
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placement, (self.type, self._ranks_array.tolist())

@@ -17,12 +17,11 @@ class Sbp:
     whole groups of ``unit`` elements, so that merging and dividing dims keeps a split tensor split.
     """
 
-    __slots__ = ("_hash", "dim", "kind", "reduce", "unit")
+    __slots__ = ("dim", "kind", "reduce", "unit")
     kind: str  # "split" | "broadcast" | "partial"
     dim: int
     unit: int
     reduce: str  # of a partial: "sum" | "max" | "min" | "norm2.0" ...
-    _hash: int
     _interned: dict[tuple[str, int, int, str], Sbp] = {}
 
     def __new__(cls, kind: str, dim: int = -1, unit: int = 1, reduce: str = "") -> Sbp:
@@ -30,7 +29,7 @@ class Sbp:
         found = cls._interned.get(key)
         if found is None:
             found = object.__new__(cls)
-            for name, value in zip(("kind", "dim", "unit", "reduce", "_hash"), (*key, hash(key)), strict=True):
+            for name, value in zip(("kind", "dim", "unit", "reduce"), key, strict=True):
                 object.__setattr__(found, name, value)
             found = cls._interned.setdefault(key, found)
         return found
@@ -43,9 +42,6 @@ class Sbp:
         if self.kind == "split":
             raise SbpError(f"{self} is not callable; it is already an sbp entry")
         return self
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Sbp, (self.kind, self.dim, self.unit, self.reduce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,8 +14,6 @@ from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
 __all__ = ["Spec", "pieces"]
-
-_LIMIT = 1 << 15  # interned specs are forgotten all at once beyond this many: every cache is bounded
 
 
 @lru_cache(maxsize=1 << 14)
@@ -49,15 +48,15 @@ class Spec:
     ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing is 1.
     """
 
-    __slots__ = ("_boxes", "_hash", "dtype", "layout", "placement", "sbp", "shape")
+    __slots__ = ("__weakref__", "_boxes", "dtype", "layout", "placement", "sbp", "shape")
     shape: torch.Size
     dtype: torch.dtype
     placement: Placement
     layout: tuple[Sbp, ...]
     sbp: tuple[Sbp, ...]
     _boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
-    _hash: int
-    _interned: dict[tuple[object, ...], Spec] = {}
+    # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and identity is equality.
+    _interned: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
 
     @classmethod
     def make(cls, shape: Sequence[int], dtype: torch.dtype, placement: Placement, sbp: Sbp | Sequence[Sbp]) -> Spec:
@@ -79,24 +78,12 @@ class Spec:
             set_(found, "layout", layout)
             set_(found, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
             set_(found, "_boxes", {})
-            set_(found, "_hash", hash(canonical))
-            if len(cls._interned) > _LIMIT:
-                cls._interned.clear()
             found = cls._interned.setdefault(canonical, found)
         cls._interned[key] = found
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("specs are immutable")
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        # Interned, so almost always decided by identity; equal specs from before the table was cleared still compare equal.
-        if self is other:
-            return True
-        return isinstance(other, Spec) and (self.shape, self.dtype, self.placement, self.layout) == (other.shape, other.dtype, other.placement, other.layout)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Spec.make, (tuple(self.shape), self.dtype, self.placement, self.layout)
