@@ -1,0 +1,148 @@
+"""The table of rules: torch function -> rule. One declaration serves every spelling (function, method, operator, in-place)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .notation import Arg, Op, align, parse
+
+__all__ = ["RULES", "Rule", "composite", "flatten_args", "pointwise", "rule"]
+
+#: Where a name is looked for; the first four carry in-place and dunder spellings as well.
+SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
+DUNDERS = {
+    "add": ("add", "radd"), "sub": ("sub",), "mul": ("mul", "rmul"), "div": ("truediv", "div"), "pow": ("pow",), "matmul": ("matmul",),
+    "eq": ("eq",), "ne": ("ne",), "lt": ("lt",), "le": ("le",), "gt": ("gt",), "ge": ("ge",), "neg": ("neg",), "abs": ("abs",),
+    "bitwise_not": ("invert",), "bitwise_and": ("and", "rand"), "bitwise_or": ("or", "ror"), "bitwise_xor": ("xor", "rxor"),
+    "remainder": ("mod",), "floor_divide": ("floordiv",), "bitwise_left_shift": ("lshift",), "bitwise_right_shift": ("rshift",),
+    "rsub": ("rsub",), "rdiv": ("rtruediv", "rdiv"), "rpow": ("rpow",), "rfloordiv": ("rfloordiv",), "rmod": ("rmod",),
+    "rmatmul": ("rmatmul",), "rlshift": ("rlshift",), "rrshift": ("rrshift",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a function admits. ``describe(op, *args, **kwargs)`` fills an Op; tensors among the arguments are ``Arg``s."""
+
+    name: str
+    describe: Callable[..., None]
+    scalars: bool = False  # the values of numbers among the arguments never matter to the plan
+    inplace: bool = False
+
+
+#: torch function object -> its rule
+RULES: dict[Any, Rule] = {}
+
+
+def spellings(name: str) -> list[tuple[Any, bool]]:
+    """Every torch function that ``name`` stands for, and whether it writes into its first operand."""
+    found: list[tuple[Any, bool]] = []
+    for space in SPACES:
+        for n, inplace in ((name, False), (name + "_", True)):
+            f = getattr(space, n, None)
+            if callable(f):
+                found.append((f, inplace))
+    for d in DUNDERS.get(name, ()):
+        found += [(f, i) for n, i in ((f"__{d}__", False), (f"__i{d}__", True)) if callable(f := getattr(torch.Tensor, n, None))]
+    return found
+
+
+def rule(
+    target: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
+    notation: str | None = None,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    addends: Sequence[int] = (),
+    scalars: bool = False,
+) -> Any:
+    """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``Op``.
+
+    ``target``: a torch function, or a name (all its spellings), or several. ``notation``: see ``notation.parse``; ``linear`` and ``addends``
+    are positions of tensor operands, see ``notation.Op``.
+
+    >>> import torch
+    >>> _ = rule(torch.chain_matmul, "m k, k n -> m n", linear=[[0], [1]])
+    """
+    if notation is not None:
+        text = notation
+
+        def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg) or a is None]
+            while operands and operands[-1] is None:
+                operands.pop()
+            op.dims, op.out, op.whole = parse(text, operands)
+            op.linear = [frozenset(g) for g in linear if max(g) < len(op.args)]
+            op.addends = frozenset(i for i in addends if i < len(op.args))
+            names = {f for dims in op.dims for f in dims if f is not None}
+            op.reduce = {f: "sum" for f in names - {f for dims in op.out for f in dims} - op.whole}
+
+        return rule(target, scalars=scalars)(describe)
+
+    def declare(describe: Callable[..., None]) -> Callable[..., None]:
+        for t in [target] if isinstance(target, str) or callable(target) else target:
+            for f, inplace in spellings(t) if isinstance(t, str) else [(t, False)]:
+                RULES[f] = Rule(t if isinstance(t, str) else getattr(t, "__name__", str(t)), describe, scalars, inplace)
+        return describe
+
+    return declare
+
+
+def flatten_args(value: Any) -> list[Arg]:
+    """The operands in a nest of tuples, lists and dicts, in order."""
+    if isinstance(value, Arg):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [a for v in value for a in flatten_args(v)]
+    if isinstance(value, dict):
+        return [a for v in value.values() for a in flatten_args(v)]
+    return []
+
+
+def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int = 1) -> None:
+    """Declare functions that work element by element, broadcasting.
+
+    ``linear``: "" not linear; "each" in each operand by itself (a product); "first" in the first only (a quotient); "joint" in all tensor operands
+    together, where no plain number is added (a sum); "rest" in all but the first together (a choice by a mask).
+    """
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        every, result = align([a.shape for a in op.args])
+        op.dims, op.out, op.carries = every, [result] * outs, carries
+        n = len(op.args)
+        positional = [a for a in args if not isinstance(a, Arg)]
+        if linear == "each":
+            op.linear = [frozenset([i]) for i in range(n)]
+        elif linear == "first" and args and isinstance(args[0], Arg):
+            op.linear = [frozenset([0])]
+        elif linear == "joint" and not any(isinstance(a, (int, float, complex)) for a in positional):
+            op.linear = [frozenset(range(n))]
+        elif linear == "rest" and not any(isinstance(a, (int, float, complex)) for a in positional):
+            op.linear = [frozenset(range(1, n))]
+
+    rule(names.split(), scalars=True)(describe)
+
+
+def composite(names: str, when: Callable[..., bool]) -> Any:
+    """Decorator: where ``when(*args, **kwargs)`` says so, the call is this function of global tensors; else the rule declared before."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names.split():
+            for f, inplace in spellings(name):
+                if inplace or f not in RULES:
+                    continue
+                before = RULES[f]
+
+                def describe(op: Op, *args: Any, before: Rule = before, **kwargs: Any) -> None:
+                    if when(*args, **kwargs):
+                        op.composite = function
+                    else:
+                        before.describe(op, *args, **kwargs)
+
+                RULES[f] = Rule(before.name, describe, before.scalars)
+        return function
+
+    return declare
