@@ -1,0 +1,272 @@
+"""Comm: collectives among an ordered set of ranks, on ordinary tensors of any dtype, size and stride.
+
+Every collective is made of one primitive, `_swap` (each rank hands flat bytes to some others); a backend overrides what it does better natively.
+Results are fresh tensors: inputs are never modified, save by `all_reduce_async`, which says so. Data travels as bytes, so every dtype moves;
+reductions happen locally, in rank order, so every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..spec import pieces
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["Comm", "Done", "Handle", "Traffic", "combine", "comms", "flatten"]
+
+#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two.
+_SMALL: Final = 1 << 15
+
+#: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
+_WIDER: Final = {
+    torch.complex32: torch.complex64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_FOLD: Final[dict[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class Traffic(NamedTuple):
+    """One collective this rank took part in; ``bytes`` is what a rank sends (the larger share where it is uneven)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Handle(Protocol):
+    """What an asynchronous collective returns."""
+
+    def wait(self) -> None:
+        """Block until the result is there; raises WorldError where the collective failed."""
+
+
+class Done:
+    """The handle of a collective that is already over."""
+
+    def wait(self) -> None:
+        return None
+
+
+@contextmanager
+def comms() -> Iterator[list[Traffic]]:
+    """Record the collectives of this rank, forward and backward, for as long as the block lasts.
+
+    >>> with comms() as log:
+    ...     pass
+    >>> log
+    []
+    """
+    from .world import world
+
+    here = world()
+    before, here.trace = here.trace, []
+    try:
+        yield here.trace
+    finally:
+        here.trace = before
+
+
+def flatten(t: Tensor) -> Tensor:
+    """The elements of ``t`` in row-major order, contiguous, 1-D, without gradient; shares memory with ``t`` where it can."""
+    t = t.detach()
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
+    # A storage with gaps must not reach gloo: it would send the gaps.
+    return t.contiguous().view(-1)
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)
+
+
+def combine(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor.
+
+    Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises RuntimeError for the max or min of complex numbers.
+    """
+    dtype = parts[0].dtype
+    if len(parts) == 1:
+        return parts[0].clone()
+    if dtype is torch.bool:
+        return functools.reduce(torch.logical_and if op == "min" else torch.logical_or, parts)
+    if dtype is torch.uint64:
+        # int64 adds the same bits; turning the top bit round makes its order that of uint64.
+        top = -(1 << 63) if op != "sum" else 0
+        return (combine([p.view(torch.int64) ^ top for p in parts], op) ^ top).view(torch.uint64)
+    wider = _WIDER.get(dtype)
+    if wider is None and op == "sum" and len(parts) > 2 and dtype in (torch.float16, torch.bfloat16):
+        wider = torch.float32
+    if wider is not None:
+        return combine([p.to(wider) for p in parts], op).to(dtype)
+    fold = _FOLD[op]
+    total = fold(parts[0], parts[1])
+    for part in parts[2:]:
+        fold(total, part, out=total)
+    return total
+
+
+class Comm(ABC):
+    """Collectives among ``ranks``, in the order given. All of them must call the same ones in the same order."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self.world, self.ranks, self.size = world, ranks, len(ranks)
+        self.index = ranks.index(world.rank)
+
+    @abstractmethod
+    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        """Send each flat byte tensor to its peer and fill the others from theirs. Keys are indexes into ``ranks``, never the own one; none is empty.
+
+        Every member calls it, with nothing to send or receive too: NCCL starts a communicator with all members only.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Every rank's (picklable) value, in the order of ``ranks``."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        if self.size > 1:
+            self.all_gather_object(None)
+
+    def _note(self, kind: str, nbytes: int) -> None:
+        trace = self.world.trace
+        if trace is not None:
+            trace.append(Traffic(kind, self.ranks, nbytes))
+
+    # Reductions
+
+    def all_reduce(self, t: Tensor, op: str = "sum") -> Tensor:
+        """Elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors (of one shape) -> on each rank, the same bits."""
+        if self.size == 1 or not t.numel():
+            return t.detach().clone()
+        flat = flatten(t)
+        self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size))
+        return self._all_reduce(flat, op).view(t.shape)
+
+    def all_reduce_async(self, flat: Tensor, op: str = "sum") -> Handle:
+        """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of the handle returns."""
+        if self.size > 1 and flat.numel():
+            self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size))
+            return self._all_reduce_async(flat, op)
+        return Done()
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], op: str = "sum") -> Tensor:
+        """One chunk for each rank, of any shapes; rank i gets the ``op`` of all ranks' chunks i."""
+        mine = chunks[self.index]
+        if self.size == 1:
+            return mine.detach().clone()
+        sends = [flatten(c) for c in chunks]
+        total = sum(c.nbytes for c in sends)
+        self._note("reduce_scatter", total - total // self.size)
+        return self._reduce_scatter(sends, op).view(mine.shape)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
+        n, p = flat.numel(), self.size
+        if flat.nbytes * p <= 2 * _SMALL:
+            return self._reduce_scatter([flat] * p, op)
+        sizes = [length for _, length in pieces(n, p)]
+        out = torch.empty_like(flat)
+        self._all_gather(self._reduce_scatter(list(flat.split(sizes)), op), sizes, out)
+        return out
+
+    def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
+        flat.view(-1).copy_(self._all_reduce(flat.detach().view(-1), op))
+        return Done()
+
+    def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
+        mine = sends[self.index]
+        parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
+        self._swap_flat({i: s for i, s in enumerate(sends) if i != self.index}, {i: r for i, r in enumerate(parts) if i != self.index}, mine.device)
+        return combine(parts, op)
+
+    # Moves
+
+    def all_gather(self, t: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. The results are slices of one buffer."""
+        out = torch.empty(sum(numels), dtype=t.dtype, device=t.device)
+        self.all_gather_into(t, numels, out)
+        return list(out.split(list(numels)))
+
+    def all_gather_into(self, t: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+        flat = flatten(t)
+        if self.size == 1:
+            out.copy_(flat)
+            return
+        self._note("all_gather", out.nbytes - out.nbytes // self.size)
+        self._all_gather(flat, numels, out)
+
+    def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        slots = out.split(list(numels))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
+
+    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. The results are slices of one buffer."""
+        like = sends[self.index]
+        out = torch.empty(sum(numels), dtype=like.dtype, device=like.device)
+        self.all_to_all_into(sends, numels, out)
+        return list(out.split(list(numels)))
+
+    def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor) -> None:
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+        flats = [flatten(s) for s in sends]
+        if self.size == 1:
+            out.copy_(flats[0])
+            return
+        total = sum(f.nbytes for f in flats)
+        self._note("all_to_all", total - flats[self.index].nbytes)
+        slots = out.split(list(numels))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat({i: flats[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], flats[self.index]))
+
+    def broadcast(self, t: Tensor, src: int) -> Tensor:
+        """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and dtype."""
+        if self.size == 1 or not t.numel():
+            return t.detach().clone()
+        self._note("broadcast", t.nbytes)
+        flat = flatten(t).clone() if self.index == src else torch.empty(t.numel(), dtype=t.dtype, device=t.device)
+        self._broadcast(flat, src)
+        return flat.view(t.shape)
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        if self.index == src:
+            self._swap_flat(dict.fromkeys((i for i in range(self.size) if i != src), flat), {}, flat.device)
+        else:
+            self._swap_flat({}, {src: flat}, flat.device)
+
+    def exchange(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> dict[int, Tensor]:
+        """Sparse point to point: give ``sends[i]`` to the rank at index i, get ``numels[j]`` elements from that at j -> flat tensors.
+
+        Dtype and device are those of ``like``. What a rank sends to itself comes back as a copy.
+        """
+        recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
+        self.exchange_into(sends, recvs, like.device)
+        return recvs
+
+    def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        """The same, into the given flat contiguous tensors."""
+        flats = {i: flatten(s) for i, s in sends.items()}
+        self._note("exchange", sum(f.nbytes for i, f in flats.items() if i != self.index))
+        local = (recvs[self.index], flats[self.index]) if self.index in recvs else None
+        self._swap_flat({i: f for i, f in flats.items() if i != self.index}, {i: r for i, r in recvs.items() if i != self.index}, device, local)
+
+    def _swap_flat(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device, local: tuple[Tensor, Tensor] | None = None) -> None:
+        self._swap({i: _bytes(s) for i, s in sends.items() if s.numel()}, {i: _bytes(r) for i, r in recvs.items() if r.numel()}, device)
+        if local is not None:
+            local[0].copy_(local[1])

@@ -1,0 +1,166 @@
+"""A simulated world: n ranks as threads of one process, with real values, local autograd and collectives. For tests and for trying things out.
+
+It has the interface of the world of processes and the same arithmetic, so what holds here holds there; it is no faster than one process.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import WorldError
+from .comm import Comm
+from .world import World, set_world
+
+__all__ = ["SimulatedWorld", "simulate"]
+
+_TIMEOUT_SECONDS: Final = 60.0
+
+
+class _Meeting:
+    """Where the ranks of one communicator meet: each brings a value, all leave with all values.
+
+    Two sets of slots, used in turn, make one wait per meeting enough: a slot is written again only after everyone has come to the next meeting,
+    and so has read this one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[list[Any]] = [[None] * size, [None] * size]
+        self._size, self._here, self._turn, self._broken = size, 0, 0, False
+        self._changed = threading.Condition()
+
+    def wait(self, timeout: float) -> bool:
+        """Return True when all have come; False where they will not, or not in time. A rank that leaves afterwards does not disturb (threading.Barrier would)."""
+        with self._changed:
+            turn = self._turn
+            self._here += 1
+            if self._here == self._size:
+                self._here, self._turn = 0, turn + 1
+                self._changed.notify_all()
+            elif not self._broken:
+                self._changed.wait_for(lambda: self._turn != turn or self._broken, timeout)
+            return self._turn != turn
+
+    def abandon(self) -> None:
+        """Wake those who wait: someone will not come."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+class _Hall:
+    """What the ranks of one simulation share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout, self.lock = size, timeout, threading.Lock()
+        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.gone: dict[int, str] = {}
+
+    def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+        with self.lock:
+            found = self.meetings.get(ranks)
+            if found is None:
+                found = self.meetings[ranks] = _Meeting(len(ranks))
+                if any(r in self.gone for r in ranks):
+                    found.abandon()
+            return found
+
+    def leave(self, rank: int, how: str) -> None:
+        """A rank that has ended will meet nobody again: let those who wait for it, or will, know."""
+        with self.lock:
+            self.gone[rank] = how
+            for ranks, meeting in self.meetings.items():
+                if rank in ranks:
+                    meeting.abandon()
+
+
+class _SimulatedComm(Comm):
+    world: SimulatedWorld
+
+    def __init__(self, world: SimulatedWorld, ranks: tuple[int, ...]) -> None:
+        super().__init__(world, ranks)
+        self._meeting = world.hall.meeting(ranks)
+        self._turn = 0
+
+    def _meet(self, value: object) -> list[Any]:
+        meeting, self._turn = self._meeting, 1 - self._turn
+        slots = meeting.slots[self._turn]
+        slots[self.index] = value
+        if not meeting.wait(self.world.hall.timeout):
+            gone = {r: how for r, how in self.world.hall.gone.items() if r in self.ranks}
+            why = ", ".join(f"rank {r} has {how}" for r, how in gone.items()) or f"one of them did not come within {self.world.hall.timeout:g} s"
+            raise WorldError(f"rank {self.world.rank} waited in a collective among ranks {list(self.ranks)}, but {why}")
+        return list(slots)
+
+    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        copies: dict[int, Tensor] = {}
+        given = {i: copies.setdefault(id(s), s.clone()) for i, s in sends.items()}
+        everyone = self._meet(given)
+        for i, r in recvs.items():
+            r.copy_(everyone[i][self.index])
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        return self._meet(value)
+
+
+class SimulatedWorld(World):
+    """One rank of a simulation. ``devices`` gives a stand-in for device types this machine lacks: ``{"cuda": "cpu"}``."""
+
+    def __init__(self, rank: int, hall: _Hall, devices: Mapping[str, str]) -> None:
+        super().__init__(rank, hall.size, rank, 1)
+        self.hall, self.devices = hall, devices
+
+    def device(self, type: str) -> torch.device:
+        stand_in = self.devices.get(type)
+        return super().device(type) if stand_in is None else torch.device(stand_in)
+
+    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+        return _SimulatedComm(self, ranks)
+
+
+def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT_SECONDS, devices: Mapping[str, str] | None = None) -> list[Any]:
+    """Run ``fn(*args)`` on ``n`` simulated ranks -> each rank's result, in order.
+
+    The first rank to fail ends the others; its error is raised, a note naming the rank. A collective that some rank never comes to, and a rank
+    that never ends, raise WorldError after ``timeout`` seconds.
+
+    >>> from globaltensor.distributed.world import world
+    >>> simulate(2, lambda: world().rank)
+    [0, 1]
+    """
+    hall = _Hall(n, timeout)
+    results: list[Any] = [None] * n
+    errors: list[tuple[int, BaseException]] = []
+    grad, context = torch.is_grad_enabled(), contextvars.copy_context()
+
+    def run(rank: int) -> None:
+        set_world(SimulatedWorld(rank, hall, devices or {}))
+        torch.set_grad_enabled(grad)
+        how = "ended"
+        try:
+            results[rank] = fn(*args)
+        except BaseException as error:  # whatever it is, it is raised again by the caller's thread
+            errors.append((rank, error))
+            how = f"failed with {type(error).__name__}"
+        hall.leave(rank, how)
+
+    threads = [threading.Thread(target=context.copy().run, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 10 * timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if errors:
+        rank, error = next((e for e in errors if not isinstance(e[1], WorldError)), errors[0])
+        error.add_note(f"(on simulated rank {rank} of {n})")
+        raise error
+    alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if alive:
+        raise WorldError(f"simulated ranks {alive} have not ended after {10 * timeout:g} s")
+    return results

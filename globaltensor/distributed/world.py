@@ -1,0 +1,171 @@
+"""The world: the ranks this job runs on, who this process is among them, and the communicators between them.
+
+It starts by itself, at first use, from the variables torchrun and other launchers set; without them this process is a world of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WorldError
+from .comm import Comm, Traffic
+
+__all__ = ["World", "reset_world", "set_world", "world"]
+
+_TIMEOUT_SECONDS = 600.0
+
+
+class World(ABC):
+    """The ranks of a job, seen by one of them. ``nodes`` counts machines; ``trace`` is where collectives are recorded, if anywhere."""
+
+    def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
+        self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
+        self.trace: list[Traffic] | None = None
+        self._comms: dict[tuple[int, ...], Comm] = {}
+
+    def comm(self, ranks: tuple[int, ...]) -> Comm:
+        """The communicator of these ranks, in this order; this rank must be one of them. Raises WorldError."""
+        found = self._comms.get(ranks)
+        if found is None:
+            if self.rank not in ranks or min(ranks) < 0 or max(ranks) >= self.size:
+                raise WorldError(f"rank {self.rank} of {self.size} asked for a communicator of ranks {list(ranks)}: they must be ranks of this job, this one included")
+            found = self._comms[ranks] = self._connect(ranks)
+        return found
+
+    @abstractmethod
+    def _connect(self, ranks: tuple[int, ...]) -> Comm: ...
+
+    def device(self, type: str) -> torch.device:
+        """The device of this type that belongs to this rank: of accelerators, the one with the number of the local rank. Raises WorldError."""
+        if type in ("cpu", "meta"):
+            return torch.device(type)
+        if type == "cuda" and torch.cuda.device_count() <= self.local_rank:
+            raise WorldError(
+                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this machine shows {torch.cuda.device_count()}; "
+                'use placement("cpu", ...), or start at most one process per device'
+            )
+        return torch.device(type, self.local_rank)
+
+    def close(self) -> None:
+        """Let go of the communicators."""
+        self._comms.clear()
+
+
+class ProcessWorld(World):
+    """One rank, one process, over torch.distributed; a world of one needs no process group."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, nodes: int, owned: bool) -> None:
+        super().__init__(rank, size, local_rank, nodes)
+        self._owned = owned
+        self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
+        self.backends: dict[str, str] = {}
+        if dist.is_available() and dist.is_initialized():
+            self.carrier = _carrier()
+            self.backend = str(dist.get_backend_config(self.carrier))
+            self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.startswith("cuda:gloo"))
+
+    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+        from .process import ProcessComm
+
+        return ProcessComm(self, ranks)
+
+    def close(self) -> None:
+        super().close()
+        if self._owned and dist.is_initialized():
+            self._owned = False
+            dist.destroy_process_group()
+
+
+def _carrier() -> dist.ProcessGroup:
+    """The group of all ranks; where the user's own cannot carry cpu tensors (NCCL alone), a second one. All ranks come here at first use."""
+    group = dist.group.WORLD
+    if "cpu:" not in str(dist.get_backend_config(group)):
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    assert group is not None
+    return group
+
+
+class _Current(threading.local):
+    # The class attribute is the process's world: threads that autograd starts see it too. A simulated rank sets its own thread's.
+    world: World | None = None
+
+
+_current = _Current()
+_starting = threading.Lock()
+
+
+def world() -> World:
+    """The current world; started from the environment at first use. Raises WorldError where the variables are incomplete."""
+    found = _current.world
+    if found is None:
+        with _starting:
+            found = _Current.world
+            if found is None:
+                found = _Current.world = _start()
+                atexit.register(reset_world)
+    return found
+
+
+def set_world(value: World | None) -> None:
+    """Make ``value`` the world of this thread alone; None: the process's world again."""
+    if value is not None:
+        _current.world = value
+    elif "world" in vars(_current):
+        del _current.world
+
+
+def reset_world() -> None:
+    """Close the process's world; the next use starts a new one. Destroys the process group if the world had made it."""
+    found, _Current.world = _Current.world, None
+    if found is not None:
+        found.close()
+
+
+def _integer(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise WorldError(f"{name} is {text!r} in the environment, but an integer is needed; start the job with a launcher (torchrun, ...) or unset RANK and WORLD_SIZE") from None
+
+
+def _start() -> World:
+    if not dist.is_available():
+        return ProcessWorld(0, 1, 0, 1, owned=False)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return ProcessWorld(0, 1, _integer("LOCAL_RANK", 0), 1, owned=False)
+        return _join(_integer("RANK"), _integer("WORLD_SIZE"))
+    return _describe(dist.get_rank(), dist.get_world_size(), owned=False)
+
+
+def _describe(rank: int, size: int, owned: bool) -> World:
+    per_node = max(1, _integer("LOCAL_WORLD_SIZE", size))
+    return ProcessWorld(rank, size, _integer("LOCAL_RANK", rank % per_node), -(-size // per_node), owned)
+
+
+def _join(rank: int, size: int) -> World:
+    if not 0 <= rank < size:
+        raise WorldError(f"RANK={rank} does not fit WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1")
+    if size == 1:
+        return _describe(0, 1, owned=False)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise WorldError(f"rank {rank} of {size} cannot meet the others: {' and '.join(missing)} not set; start the job with a launcher (torchrun, ...) or set them")
+    accelerated = torch.cuda.is_available() and dist.is_nccl_available()
+    timeout = timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise WorldError(f"rank {rank} of {size} could not join the job at {where}: {error}; are all ranks started, and is the port free and reachable?") from error
+    return _describe(rank, size, owned=True)
