@@ -1,0 +1,52 @@
+# Needs Python and make; all else goes into $(VENV). `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+NPROC ?= 2
+ARGS ?=
+# SYSTEM_SITE=1: use the torch that $(PYTHON) already has (a GPU machine's own) instead of installing one.
+SYSTEM_SITE ?=
+# TORCH: another build or version of torch. CPU_INDEX: where to find the CPU build if the configured index serves only CUDA builds.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+SOURCES := globaltensor tests examples benchmarks
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test test-slow test-gpu lint types bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(STAMP)  ## the environment, in $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt .ci/install
+	PYTHON='$(PYTHON)' VENV='$(VENV)' SYSTEM_SITE='$(SYSTEM_SITE)' TORCH='$(TORCH)' CPU_INDEX='$(CPU_INDEX)' .ci/install
+	@touch $@
+
+train: $(STAMP)  ## train the example GPT on $(NPROC) processes; ARGS="--parallel tensor" ...
+	$(BIN)/python -m globaltensor.distributed.launch --nproc_per_node $(NPROC) examples/train_gpt.py $(ARGS)
+
+test: $(STAMP)  ## all tests that need neither long nor a GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)  ## the long ones
+	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-gpu: $(STAMP)  ## those that need CUDA
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/python -m ruff check $(SOURCES)
+
+types: $(STAMP)  ## mypy --strict on the pure rooms
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)  ## every benchmark, each beside its anchors
+	@set -e; for bench in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$bench"; $(BIN)/python $$bench $(ARGS); done
+
+clean:  ## remove what these targets made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""env: who is this process among the ranks. The first question starts the world (from the environment) if it isn't started yet."""
+
+from __future__ import annotations
+
+from ..placement import Placement
+from .world import world
+
+__all__ = ["all_device_placement", "get_local_rank", "get_node_size", "get_rank", "get_world_size"]
+
+
+def get_rank() -> int:
+    """This process's rank: 0 to world size - 1; 0 in a world of one."""
+    return world().rank
+
+
+def get_world_size() -> int:
+    """Number of ranks."""
+    return world().size
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its node."""
+    return world().local_rank
+
+
+def get_node_size() -> int:
+    """Number of nodes."""
+    return world().node_size
+
+
+def all_device_placement(type: str) -> Placement:
+    """All ranks of this job on one axis, on devices of ``type``. Raises PlacementError for an unknown device type."""
+    return Placement.all(type)
