@@ -1,0 +1,295 @@
+"""Train a small GPT on the Python standard library's own source, byte by byte, on as many processes as you like.
+
+    python -m globaltensor.distributed.launch --nproc_per_node 2 examples/train_gpt.py --parallel tensor
+
+The model is written as for one device: nothing in it knows of ranks. How the job is spread over them is said once, in the table
+`PARALLEL`: which sbp each parameter and each input has. Every choice gives the same losses (`single` is plain PyTorch, to compare with).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+import globaltensor as flow
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+VOCABULARY = 256  # every byte is a token
+
+
+# ---------------------------------------------------------------- the model: ordinary PyTorch
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a layer norm: [batch, time, width] -> the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_size = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (project(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer; the embedding of the bytes is also the output layer."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, time] of bytes -> [batch, time, 256] logits of the byte that follows each."""
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before it."""
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+# ---------------------------------------------------------------- how it is spread
+
+
+class Parallel(NamedTuple):
+    """A way to spread the job: on each axis of the placement, the sbp of the batch and of the parameters and outputs whose names match a pattern."""
+
+    batch: list[flow.sbp.sbp]
+    parameters: dict[str, list[flow.sbp.sbp]]
+    outputs: dict[str, list[flow.sbp.sbp]]
+
+
+# Projections into a block are split by columns, those out of it by rows (nn.Linear stores weights transposed), the embedding by bytes.
+TENSOR = {"*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1), "*.up.*": S(0), "*.down.weight": S(1), "token.weight": S(0), "*": B}
+# Sequence parallelism also splits what lies between the projections, in time: layer norms and residuals are no longer done twice.
+SEQUENCE = {"token": S(1), "*.out": S(1), "*.down": S(1), "*.norm1": B, "*.norm2": B, "norm": B}
+
+PARALLEL = {
+    "data": Parallel([S(0)], {"*": [B]}, {}),
+    "fsdp": Parallel([S(0)], {"*": [S(0)]}, {}),
+    "tensor": Parallel([B], {name: [sbp] for name, sbp in TENSOR.items()}, {}),
+    "sequence": Parallel([B], {name: [sbp] for name, sbp in TENSOR.items()}, {name: [sbp] for name, sbp in SEQUENCE.items()}),
+    # Two axes: data parallel over the first, tensor parallel over the second.
+    "hybrid": Parallel([S(0), B], {name: [B, sbp] for name, sbp in TENSOR.items()}, {}),
+}
+
+
+def placement_of(options: argparse.Namespace) -> flow.placement:
+    """All ranks: on one axis, or for hybrid as a grid of replicas by members of one replica."""
+    world = flow.env.get_world_size()
+    if options.parallel != "hybrid":
+        return flow.placement.all(options.device)
+    if world % options.tensor_size:
+        sys.exit(f"--tensor-size {options.tensor_size} does not divide the {world} processes of this job")
+    return flow.placement(options.device, torch.arange(world).view(-1, options.tensor_size).numpy())
+
+
+def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> None:
+    """Make the model global: its parameters, and the outputs that the table names."""
+    model.to_global(placement, parallel.parameters)
+
+    def box_to(sbp: list[flow.sbp.sbp]) -> Callable[..., Tensor]:
+        return lambda module, inputs, output: output.to_global(sbp=sbp)
+
+    for name, module in model.named_modules():
+        for pattern, sbp in parallel.outputs.items():
+            if fnmatch.fnmatch(name, pattern):
+                module.register_forward_hook(box_to(sbp))
+
+
+# ---------------------------------------------------------------- data, checkpoints, text
+
+
+def corpus() -> Tensor:
+    """The top-level modules of the standard library, one after the other: uint8 [bytes], at most 8 MB."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    return torch.frombuffer(bytearray(text[:8_000_000]), dtype=torch.uint8)
+
+
+def draw(text: Tensor, batch: int, context: int, seed: int) -> Tensor:
+    """Random snippets of the text: [batch, context + 1]. Every rank draws the same ones."""
+    starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(seed))
+    return text[starts + torch.arange(context + 1)].long()
+
+
+def whole(value: Any) -> Any:
+    """A global tensor -> its whole value as an ordinary tensor on every rank; anything else as it is."""
+    if isinstance(value, Tensor) and value.is_global:
+        return value.detach().to_global(sbp=[B] * len(value.sbp)).to_local()
+    return value
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Whole values, so that any number of processes can resume in any mode; at no time is a half-written file under this name."""
+    state = tree_map(whole, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+    if flow.env.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device) -> None:
+    """Load whole values; what belongs to a global parameter is laid out as the parameter is."""
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if value.shape == parameter.shape and parameter.is_global:
+                values[name] = value.to(device).to_global(parameter.placement, [B] * len(parameter.sbp)).to_global(sbp=parameter.sbp)
+
+
+@torch.no_grad()
+def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: float, seed: int, make_global: Callable[[Tensor], Tensor]) -> Iterator[int]:
+    """Sample byte after byte from the trained model; the window [context] slides along. All ranks draw the same bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(length):
+        logits = torch.from_numpy(model(make_global(prompt[None]))[0, -1].cpu().numpy()).double()
+        byte = logits.argmax() if temperature == 0 else torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)[0]
+        prompt = torch.cat([prompt[1:], byte[None]])
+        yield int(byte)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--parallel", choices=["single", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
+    add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--context", type=int, default=128, help="bytes the model looks back")
+    add("--batch", type=int, default=32, help="snippets per step, over all processes")
+    add("--steps", type=int, default=300)
+    add("--lr", type=float, default=3e-3)
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--checkpoint", type=Path, help="where the trained state is saved")
+    add("--resume", action="store_true", help="go on from --checkpoint, up to --steps")
+    add("--sample", type=int, default=200, help="bytes of the continuation at the end")
+    add("--temperature", type=float, default=0.7, help="of the continuation; 0: always the likeliest byte")
+    add("--log-every", type=int, default=20, help="steps between two reports of the loss")
+    add("--no-progress", action="store_true", help="lines of text even on a terminal")
+    options = parser.parse_args(arguments)
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint, the file to go on from")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
+    return options
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm up, then fall along a cosine to a tenth."""
+    warm = max(1, min(20, steps // 10))
+    return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def report(bar: tqdm[Any], step: int, loss: float, rate: float) -> None:
+    """To the bar where there is one, else a line of text."""
+    if bar.disable:
+        print(f"step {step:5d}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
+    else:
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s")
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Train as the arguments say -> the losses reported, the validation loss last."""
+    options = parse(arguments)
+    rank = flow.env.get_rank()
+    if options.parallel == "single" and rank > 0:
+        return []
+    device = torch.device(options.device, flow.env.get_local_rank() if options.device == "cuda" else None)
+    torch.manual_seed(options.seed)
+    model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))
+    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else None
+    if saved:
+        model.load_state_dict(saved["model"])
+
+    if options.parallel == "single":
+        make_global = shared = lambda tensor: tensor.to(device)  # noqa: E731
+    else:
+        parallel, placement = PARALLEL[options.parallel], placement_of(options)
+        spread(model, parallel, placement)
+        shared = lambda tensor: tensor.to(device).to_global(placement, [B] * placement.axes, check_meta=False)  # noqa: E731
+        make_global = lambda tensor: shared(tensor).to_global(sbp=parallel.batch)  # noqa: E731
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if saved:
+        restore_optimizer(optimizer, saved["optimizer"], device)
+    text = corpus()
+    training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
+    first, losses = saved["step"] if saved else 0, []
+    if rank == 0:
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {1 if options.parallel == 'single' else flow.env.get_world_size()} process(es)", flush=True)
+
+    quiet = rank > 0 or options.no_progress or not sys.stderr.isatty()
+    bar = tqdm(total=options.steps, initial=first, unit="step", disable=quiet)
+    since, done = time.perf_counter(), first
+    for step in range(first, options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * learning_rate(step, options.steps)
+        optimizer.zero_grad()
+        loss = loss_of(model, make_global(draw(training, options.batch, options.context, options.seed + step)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        bar.update()
+        if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
+            losses.append(loss.item())
+            now = time.perf_counter()
+            rate = (step + 1 - done) * options.batch * options.context / (now - since)
+            since, done = now, step + 1
+            if rank == 0:
+                report(bar, step + 1, losses[-1], rate)
+    bar.close()
+
+    if options.checkpoint:
+        save(options.checkpoint, model, optimizer, options.steps)
+    with torch.no_grad():
+        held_out = [loss_of(model, make_global(draw(validation, options.batch, options.context, -1 - i))).item() for i in range(4)]
+    losses.append(sum(held_out) / len(held_out))
+    if rank == 0:
+        print(f"validation loss {losses[-1]:.4f} nats/byte", flush=True)
+    prompt = draw(validation, 1, options.context - 1, options.seed)[0]
+    sampled = bytes(continuation(model, prompt, options.sample, options.temperature, options.seed, shared))
+    if rank == 0 and sampled:
+        print(f"--- after\n{bytes(prompt.tolist()).decode(errors='replace')}\n--- the model writes\n{sampled.decode(errors='replace')}", flush=True)
+    return losses
+
+
+if __name__ == "__main__":
+    main()
