@@ -196,11 +196,23 @@ class Comm(ABC):
 
     # Moves
 
-    def all_gather(self, t: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. The results are slices of one buffer."""
-        out = torch.empty(sum(numels), dtype=t.dtype, device=t.device)
-        self.all_gather_into(t, numels, out)
-        return list(out.split(list(numels)))
+    def all_gather(self, t: Tensor, numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
+        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. Not ``fresh``: the own part may share memory with ``t``."""
+        flat = flatten(t)
+        if self.size == 1:
+            return [flat.clone() if fresh else flat]
+        total = sum(numels) * flat.itemsize
+        self._note("all_gather", total - total // self.size)
+        parts = self._all_gather_parts(flat, numels)
+        if fresh:
+            parts[self.index] = flat.clone()
+        return parts
+
+    def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        parts = [flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device) for i, n in enumerate(numels)]
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, flat), {i: parts[i] for i in others}, flat.device)
+        return parts
 
     def all_gather_into(self, t: Tensor, numels: Sequence[int], out: Tensor) -> None:
         """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
@@ -216,12 +228,18 @@ class Comm(ABC):
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
 
-    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. The results are slices of one buffer."""
-        like = sends[self.index]
-        out = torch.empty(sum(numels), dtype=like.dtype, device=like.device)
-        self.all_to_all_into(sends, numels, out)
-        return list(out.split(list(numels)))
+    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
+        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not ``fresh``: the own part may share memory with its input."""
+        flats = [flatten(s) for s in sends]
+        own = flats[self.index]
+        if self.size > 1:
+            self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes)
+        parts = [own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device) for i, n in enumerate(numels)]
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat({i: flats[i] for i in others}, {i: parts[i] for i in others}, own.device)
+        if fresh:
+            parts[self.index] = own.clone()
+        return parts
 
     def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor) -> None:
         """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
@@ -267,6 +285,7 @@ class Comm(ABC):
         self._swap_flat({i: f for i, f in flats.items() if i != self.index}, {i: r for i, r in recvs.items() if i != self.index}, device, local)
 
     def _swap_flat(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device, local: tuple[Tensor, Tensor] | None = None) -> None:
-        self._swap({i: _bytes(s) for i, s in sends.items() if s.numel()}, {i: _bytes(r) for i, r in recvs.items() if r.numel()}, device)
+        if self.size > 1:
+            self._swap({i: _bytes(s) for i, s in sends.items() if s.numel()}, {i: _bytes(r) for i, r in recvs.items() if r.numel()}, device)
         if local is not None:
             local[0].copy_(local[1])

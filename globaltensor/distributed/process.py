@@ -101,6 +101,13 @@ class ProcessComm(Comm):
             dist.all_gather([slots[i] for i in order], flat.view(torch.uint8), group=group)
         return None
 
+    def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        if not self._native(flat.device):
+            return super()._all_gather_parts(flat, numels)
+        out = torch.empty(sum(numels), dtype=flat.dtype, device=flat.device)
+        self._all_gather(flat, numels, out)
+        return list(out.split(list(numels)))
+
     def _broadcast(self, flat: Tensor, src: int) -> None:
         if self._native(flat.device):
             dist.broadcast(flat.view(torch.uint8), self.ranks[src], group=self.group)

@@ -1,0 +1,177 @@
+"""box: boxing as a differentiable function of local tensors.
+
+The backward of src -> dst is dual(dst) -> dual(src), itself a boxing, so it can be differentiated as often as wanted. Partial max, min and norm
+are reduced by functions of their own, since their gradient depends on the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import world
+from ..errors import BoxingError
+from ..sbp import broadcast, partial_sum
+from ..spec import Spec
+from .execute import run
+from .log import Boxing, current_logs, watch
+from .planner import Plan, plan
+
+__all__ = ["box"]
+
+
+def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True) -> Tensor:
+    """The local tensor of ``dst`` from that of ``src``; differentiable any number of times. Every rank of both placements must call it.
+
+    A rank outside ``src`` gives an empty ``(0,)`` placeholder, which must require grad where the tensor does: its backward takes part too. A rank
+    outside ``dst`` gets one. ``grad``: a spec on the placement of ``src`` that the gradient passes through. ``why`` names the op for logs and for
+    `no_boxing`; empty or ``to_global`` is explicit. With ``alias`` the result may share memory with ``local`` (a slice is a view), so it must not be
+    written to; without, only ``src is dst`` returns ``local`` itself. Raises BoxingError.
+    """
+    if src is dst and grad is None:
+        return local
+    if local.requires_grad and torch.is_grad_enabled():
+        return _differentiable(local, src, dst, grad, why, alias)
+    route = plan(src, dst)
+    watch(route, why)
+    return _run(route, local, alias)
+
+
+def _run(route: Plan, local: Tensor, alias: bool) -> Tensor:
+    out = run(route, local)
+    if not alias and out.numel() and out.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        return out.clone(memory_format=torch.contiguous_format)
+    return out
+
+
+def _differentiable(local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool) -> Tensor:
+    if grad is not None and (grad.placement is not src.placement or grad.shape != src.shape):
+        raise BoxingError(f"{why or 'to_global'}: the gradient's sbp must be one on the placement of the tensor, {src.placement}; got {grad.placement}")
+    logs = current_logs()
+    # A partial max, min or norm that stays one is handed on as it is; any other is reduced first.
+    odd = [a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum]
+    if odd and not (src.placement is dst.placement and all(src.layout[a] is dst.layout[a] for a in odd)):
+        for reduce in dict.fromkeys(src.layout[a].reduce for a in odd):
+            settled = src.replace(layout=[broadcast if e.kind == "partial" and e.reduce == reduce else e for e in src.layout])
+            route = plan(src, settled)
+            watch(route, why)
+            local = (_Norm if reduce.startswith("norm") else _Extreme).apply(local, route, logs)
+            src = settled
+        if src is dst and grad is None:
+            return local
+    route = plan(src, dst)
+    watch(route, why)
+    return _Box.apply(local, route, grad, why, alias, logs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxing], ...]) -> Tensor:
+    """Box a gradient; differentiable where it is asked for (create_graph)."""
+    if src is dst:
+        return gradient
+    if gradient.requires_grad and torch.is_grad_enabled():
+        return _differentiable(gradient, src, dst, None, why, True)
+    route = plan(src, dst)
+    watch(route, why, logs)
+    return run(route, gradient)
+
+
+def _crosses(route: Plan) -> bool:
+    return route.src.placement is not route.dst.placement
+
+
+def _agree(gradient: Tensor, route: Plan, placeholder: tuple[Tensor, ...]) -> Tensor:
+    """Let a rank that only sent its part know whether the gradient, which it does not see, is itself differentiated (create_graph).
+
+    If so its empty share is tied to the placeholder that stands for the result here: so this rank goes the same way in the second backward.
+    """
+    here = world()
+    members = tuple(sorted({*route.src.placement.flat, *route.dst.placement.flat}))
+    if here.rank not in members:
+        return gradient + placeholder[0]  # nobody to ask: it costs nothing here to say yes
+    wanted = here.comm(members).all_reduce(torch.tensor([gradient.requires_grad and not placeholder]), "max")
+    return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
+
+
+class _Box(torch.autograd.Function):
+    """Linear boxing. Applied to one local tensor; the rest are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Plan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[Boxing], ...]) -> Tensor:
+        ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
+        out = _run(route, local, alias)
+        if _crosses(route) and world().rank not in route.dst.placement._coordinates:
+            ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        route, why = ctx.route, f"backward of {ctx.why or 'to_global'}"
+        here, there = route.dst.dual(), route.src.dual()
+        if torch.is_grad_enabled() and _crosses(route):
+            gradient = _agree(gradient, route, ctx.saved_tensors)
+        if ctx.grad is not None:
+            gradient, here = _back(gradient, here, ctx.grad, why, ctx.logs), ctx.grad
+        return _back(gradient, here, there, why, ctx.logs), None, None, None, None, None
+
+
+class _Extreme(torch.autograd.Function):
+    """A partial max or min to broadcast. The gradient goes to the ranks whose value is the result, in equal shares."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Plan, logs: tuple[list[Boxing], ...]) -> Tensor:
+        out = run(route, local)
+        if out is local or out.data_ptr() == local.data_ptr():
+            out = out.clone()
+        ctx.route, ctx.logs = route, logs
+        if not _outside(local, route):
+            # Partial over the axes that were reduced: each rank counts itself, the sum is how many share.
+            axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
+            mine = (local == out).to(out.dtype)
+            ones = route.dst.replace(layout=[partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)])
+            ctx.save_for_backward(mine / run(plan(ones, _plain(route.dst)), mine))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        share = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        whole = _back(gradient, ctx.route.dst.dual(), _reduced(ctx.route), "backward of a partial max or min", ctx.logs)
+        return whole if share is None else whole * share, None, None
+
+
+class _Norm(torch.autograd.Function):
+    """A partial p-norm to broadcast: d y / d n_r = (n_r / y)^(p-1), and 0 where y is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Plan, logs: tuple[list[Boxing], ...]) -> Tensor:
+        out = run(route, local)
+        if out is local or out.data_ptr() == local.data_ptr():
+            out = out.clone()
+        ctx.route, ctx.logs = route, logs
+        ctx.p = next(float(e.reduce.removeprefix("norm")) for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a])
+        ctx.save_for_backward(local, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        local, out = ctx.saved_tensors
+        whole = _back(gradient, ctx.route.dst.dual(), _reduced(ctx.route), "backward of a partial norm", ctx.logs)
+        if _outside(local, ctx.route):
+            return whole, None, None
+        ratio = local / torch.where(out == 0, torch.ones_like(out), out)
+        return whole * (ratio.sign() * ratio.abs().pow(ctx.p - 1)), None, None
+
+
+def _reduced(route: Plan) -> Spec:
+    """Where the gradient of the reduced tensor is whole: the dual of the source, whose dual of an odd partial is broadcast."""
+    return route.src.dual()
+
+
+def _plain(spec: Spec) -> Spec:
+    """The same with what is still partial called broadcast: each rank counts for itself on those axes."""
+    return spec.replace(layout=[broadcast if e.kind == "partial" else e for e in spec.layout])
+
+
+def _outside(local: Tensor, route: Plan) -> bool:
+    return world().rank not in route.src.placement._coordinates

@@ -1,0 +1,256 @@
+"""Run a plan on a local tensor. The executor decides nothing: each move is compiled once for a rank into a function, with all offsets worked out.
+
+A result may share memory with the input (a slice is a view, a mask keeps the tensor it has): `box` says who has to care.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import World, world
+from ..spec import Spec
+from .moves import Move, sources
+from .planner import Plan
+
+__all__ = ["run"]
+
+Step = Callable[[Tensor, World], Tensor]
+Slices = tuple[slice, ...]
+
+#: Dtypes whose kernels are missing here or there (cat, narrow copy, zeros) travel as these, bit by bit.
+_CARRIERS: Final = {
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.int32,
+}
+
+
+def run(route: Plan, local: Tensor) -> Tensor:
+    """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of both placements must call it.
+
+    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` cpu tensor. The result may share memory with ``local``.
+    """
+    here = world()
+    program = route.programs.get(here.rank)
+    if program is None:
+        program = route.programs[here.rank] = _compile(route, here.rank)
+    local = local.detach()
+    for step in cast("list[Step]", program):
+        local = step(local, here)
+    return local
+
+
+def _compile(route: Plan, rank: int) -> list[Step]:
+    program = []
+    for move in route.moves:
+        if rank in move.src.placement._coordinates or rank in move.dst.placement._coordinates:
+            step = _STEPS[move.kind](move, rank)
+            if step is not None:
+                carrier = _CARRIERS.get(move.src.dtype)
+                program.append(step if carrier is None or move.kind in ("all_reduce", "reduce_scatter") else _carried(step, carrier, move.dst.dtype))
+    return program
+
+
+def _carried(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
+    def carried(t: Tensor, here: World) -> Tensor:
+        return step(t.resolve_conj().view(carrier), here).view(dtype)
+
+    return carried
+
+
+def _relative(inner: tuple[tuple[int, ...], tuple[int, ...]], outer: tuple[tuple[int, ...], tuple[int, ...]]) -> Slices:
+    """Where a box lies inside another that holds it."""
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(*inner, outer[0], strict=True))
+
+
+def _common(a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The box two boxes have in common; of length 0 in each dim where they have nothing."""
+    low = tuple(map(max, a[0], b[0]))
+    high = tuple(min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True))
+    return low, tuple(max(0, h - o) for o, h in zip(low, high, strict=True))
+
+
+def _peers(move: Move, rank: int) -> tuple[int, ...]:
+    return move.src.placement.fiber(rank, move.axes)
+
+
+def _keep(move: Move, rank: int) -> None:
+    return None
+
+
+def _slice(move: Move, rank: int) -> Step:
+    type_ = move.dst.placement.type
+    other_device = type_ != move.src.placement.type
+    if rank not in move.dst.placement._coordinates:
+        return _vanish(move.dst.dtype)
+    shape = move.dst.local_shape(rank)
+    if 0 in shape:
+        # Nothing of the source need lie here.
+        return lambda t, here: torch.empty(shape, dtype=t.dtype, device=here.device(type_))
+    where = _relative(move.dst.box(rank), move.src.box(rank))
+
+    def step(t: Tensor, here: World) -> Tensor:
+        part = t[where] if where else t
+        return part.to(here.device(type_)) if other_device else part
+
+    return step
+
+
+def _vanish(dtype: torch.dtype) -> Step:
+    return lambda t, here: torch.empty(0, dtype=t.dtype)
+
+
+def _copy(move: Move, rank: int) -> Step:
+    type_ = move.dst.placement.type
+    return lambda t, here: t.to(here.device(type_))
+
+
+def _mask(move: Move, rank: int) -> Step | None:
+    # Of a max or min everyone may hold the value; of a sum (or norm) only one.
+    where, layout = move.dst.placement._coordinates[rank], move.dst.layout
+    if any(where[a] and layout[a].reduce not in ("max", "min") for a in move.axes):
+        return lambda t, here: torch.zeros_like(t, memory_format=torch.contiguous_format)
+    return None
+
+
+def _pad(move: Move, rank: int) -> Step:
+    shape, where = move.dst.local_shape(rank), _relative(move.src.box(rank), move.dst.box(rank))
+
+    def step(t: Tensor, here: World) -> Tensor:
+        out = t.new_zeros(shape)
+        out[where] = t
+        return out
+
+    return step
+
+
+def _reduction(move: Move) -> tuple[str, float]:
+    """(op of the collective, p of a norm or 0)."""
+    reduce = move.src.layout[move.axes[0]].reduce
+    p = float(reduce.removeprefix("norm")) if reduce.startswith("norm") else 0.0
+    return ("max", p) if p == math.inf else ("sum" if p else reduce, p)
+
+
+def _powered(collective: Step, p: float) -> Step:
+    """Norms are reduced as sums of powers, half types in float32."""
+    if not p or p == math.inf:
+        return collective
+
+    def step(t: Tensor, here: World) -> Tensor:
+        wide = t.to(torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t
+        return collective(wide.abs().pow(p), here).pow(1 / p).to(t.dtype)
+
+    return step
+
+
+def _all_reduce(move: Move, rank: int) -> Step | None:
+    peers, (op, p) = _peers(move, rank), _reduction(move)
+    if 0 in move.dst.local_shape(rank):
+        return None
+    return _powered(lambda t, here: here.comm(peers).all_reduce(t, op), p)
+
+
+def _reduce_scatter(move: Move, rank: int) -> Step:
+    peers, (op, p) = _peers(move, rank), _reduction(move)
+    mine = move.src.box(rank)
+    chunks = [_relative(move.dst.box(r), mine) for r in peers]
+    return _powered(lambda t, here: here.comm(peers).reduce_scatter([t[where] for where in chunks], op), p)
+
+
+def _leading(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces along ``dim`` lie one after the other in memory."""
+    return all(n == 1 for n in shape[:dim])
+
+
+def _join(parts: list[Tensor], shapes: list[tuple[int, ...]], dim: int) -> Tensor:
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+def _all_gather(move: Move, rank: int) -> Step:
+    peers, dim, shape = _peers(move, rank), move.src.layout[move.axes[0]].dim, move.dst.local_shape(rank)
+    shapes = [move.src.local_shape(r) for r in peers]
+    numels = [math.prod(s) for s in shapes]
+    if not _leading(shape, dim):
+        return lambda t, here: _join(here.comm(peers).all_gather(t, numels, fresh=False), shapes, dim)
+
+    def step(t: Tensor, here: World) -> Tensor:
+        out = torch.empty(shape, dtype=t.dtype, device=t.device)
+        here.comm(peers).all_gather_into(t, numels, out.view(-1))
+        return out
+
+    return step
+
+
+def _all_to_all(move: Move, rank: int) -> Step:
+    peers, dim, shape = _peers(move, rank), move.src.layout[move.axes[0]].dim, move.dst.local_shape(rank)
+    before, after = move.src.box(rank), move.dst.box(rank)
+    sends = [_relative(_common(before, move.dst.box(r)), before) for r in peers]
+    shapes = [_common(move.src.box(r), after)[1] for r in peers]
+    numels = [math.prod(s) for s in shapes]
+    if not _leading(shape, dim):
+        return lambda t, here: _join(here.comm(peers).all_to_all([t[where] for where in sends], numels, fresh=False), shapes, dim)
+
+    def step(t: Tensor, here: World) -> Tensor:
+        out = torch.empty(shape, dtype=t.dtype, device=t.device)
+        here.comm(peers).all_to_all_into([t[where] for where in sends], numels, out.view(-1))
+        return out
+
+    return step
+
+
+def _exchange(move: Move, rank: int) -> Step:
+    src, dst = move.src, move.dst
+    members = tuple(sorted({*src.placement.flat, *dst.placement.flat}))
+    index = {r: i for i, r in enumerate(members)}
+    sends = [(index[r], there) for r in dst.placement.flat if r != rank for who, there, _ in sources(src, dst, r) if who == rank]
+    incoming = sources(src, dst, rank)
+    receives = rank in dst.placement._coordinates
+    shape = dst.local_shape(rank)
+    # Messages between device types go through the host, where every rank has a carrier.
+    wire = src.placement.type if src.placement.type == dst.placement.type else "cpu"
+    whole = len(incoming) == 1 and incoming[0][0] != rank
+    direct = [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming] if receives else []
+
+    def step(t: Tensor, here: World) -> Tensor:
+        comm, device = here.comm(members), here.device(wire)
+        outgoing = {i: t[where].to(device) for i, where in sends}
+        out = torch.empty(shape, dtype=t.dtype, device=device) if receives else torch.empty(0, dtype=t.dtype)
+        buffers: dict[int, Tensor] = {}
+        for (who, there, into), straight in zip(incoming, direct, strict=True):
+            if who == rank:
+                out[into] = t[there]
+            else:
+                buffers[index[who]] = out[into].view(-1) if whole or straight else torch.empty(math.prod(s.stop - s.start for s in into), dtype=t.dtype, device=device)
+        comm.exchange_into(outgoing, buffers, device)
+        for (who, _, into), straight in zip(incoming, direct, strict=True):
+            if who != rank and not straight:
+                out[into] = buffers[index[who]].view([s.stop - s.start for s in into])
+        return out.to(here.device(dst.placement.type)) if receives else out
+
+    return step
+
+
+_STEPS: Final[dict[str, Callable[[Move, int], Step | None]]] = {
+    "keep": _keep,
+    "slice": _slice,
+    "copy": _copy,
+    "mask": _mask,
+    "pad": _pad,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "exchange": _exchange,
+}

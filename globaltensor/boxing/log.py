@@ -1,0 +1,108 @@
+"""What boxing happened, and forbidding it: `boxing_log()` and `no_boxing()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from ..errors import BoxingError
+from ..spec import Spec
+from .moves import show_bytes
+from .planner import Plan
+
+__all__ = ["Boxing", "boxing_log", "check", "forbidden", "no_boxing", "watch"]
+
+#: How an explicit call names itself; such boxing is always allowed.
+EXPLICIT = "to_global"
+
+
+@dataclass(frozen=True, slots=True)
+class Boxing:
+    """One boxing: ``op`` is what asked for it (``to_global``, ``add: argument 1``, ``backward of ...``); ``bytes`` the traffic of the busiest rank."""
+
+    op: str
+    src: Spec
+    dst: Spec
+    plan: Plan
+
+    @property
+    def bytes(self) -> int:
+        return self.plan.bytes
+
+    def __str__(self) -> str:
+        return f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  {'+'.join(m.kind for m in self.plan.moves) or 'nothing'}  {show_bytes(self.bytes)}"
+
+
+_logs: ContextVar[tuple[list[Boxing], ...]] = ContextVar("globaltensor_boxing_logs", default=())
+_forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=False)
+
+
+@contextmanager
+def boxing_log() -> Iterator[list[Boxing]]:
+    """Collect every boxing of this rank in the block, explicit ones and those of backward too.
+
+    >>> with boxing_log() as log:
+    ...     pass
+    >>> [record.op for record in log]
+    []
+    """
+    log: list[Boxing] = []
+    token = _logs.set((*_logs.get(), log))
+    try:
+        yield log
+    finally:
+        _logs.reset(token)
+
+
+@contextmanager
+def no_boxing() -> Iterator[None]:
+    """Raise BoxingError where an op in the block would communicate to box an operand. Explicit `to_global` is allowed, and so is boxing without traffic."""
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+def forbidden() -> bool:
+    """Whether `no_boxing` is in force."""
+    return _forbidden.get()
+
+
+def check(route: Plan, why: str) -> None:
+    """Raise BoxingError where `no_boxing` is in force, ``route`` has traffic, and it is not an explicit ``to_global``."""
+    if not _forbidden.get() or not route.bytes or not why or why.startswith((EXPLICIT, "backward of")):
+        return
+    target = ", ".join(_spell(e.kind, e.dim, e.reduce) for e in route.dst.layout)
+    placement = "" if route.src.placement is route.dst.placement else f"placement={route.dst.placement!r}, "
+    raise BoxingError(
+        f"{why}: {describe(route.src)} would be boxed to {describe(route.dst)} ({', '.join(m.kind for m in route.moves)}, {show_bytes(route.bytes)} a rank), "
+        f"but no_boxing() forbids hidden traffic. Write the move out with x.to_global({placement}sbp=[{target}]) before the op, or leave no_boxing()"
+    )
+
+
+def watch(route: Plan, why: str, logs: tuple[list[Boxing], ...] | None = None) -> None:
+    """Check a boxing that is about to happen, and log it."""
+    if _forbidden.get():
+        check(route, why)
+    logs = _logs.get() if logs is None else logs
+    if logs:
+        record = Boxing(why or EXPLICIT, route.src, route.dst, route)
+        for log in logs:
+            log.append(record)
+
+
+def current_logs() -> tuple[list[Boxing], ...]:
+    """The logs open now. Backward runs in threads of autograd's where no context reaches, so a boxing remembers them."""
+    return _logs.get()
+
+
+def describe(spec: Spec) -> str:
+    """``f32[8, 16] S(0) on cpu[0, 1]``."""
+    return f"{spec!r} on {spec.placement.type}{spec.placement.ranks.tolist()}"
+
+
+def _spell(kind: str, dim: int, reduce: str) -> str:
+    return f"split({dim})" if kind == "split" else "broadcast" if kind == "broadcast" else f"partial_{reduce}"

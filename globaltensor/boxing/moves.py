@@ -1,0 +1,215 @@
+"""Moves: the steps boxing is made of, and which of them lead on from a layout. Pure; a move says what, `execute` knows how.
+
+A move changes the entries of one placement axis, or of several flattened into one. It may touch a split of dim d only where no later axis splits
+d too, since later axes split the pieces of earlier ones. `exchange` has no such condition: it takes any split or broadcast layout on any
+placement to any other, each rank fetching the boxes it needs from ranks that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..sbp import Sbp, broadcast, split
+from ..spec import Spec
+
+__all__ = ["MOVES", "Layout", "Move", "neighbours", "price", "traffic"]
+
+Layout = tuple[Sbp, ...]
+
+#: The move that takes one entry to another. Partial to partial goes through broadcast.
+MOVES: Final = {
+    ("partial", "broadcast"): "all_reduce",
+    ("partial", "split"): "reduce_scatter",
+    ("split", "broadcast"): "all_gather",
+    ("split", "split"): "all_to_all",
+    ("broadcast", "split"): "slice",
+    ("broadcast", "partial"): "mask",
+    ("split", "partial"): "pad",
+}
+_LOCAL: Final = frozenset(("slice", "mask", "pad", "keep"))
+_FUSED_AXES: Final = 4  # more partial axes than this are fused all together or not at all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """One step. ``axes`` are those of the placement, outermost first; none for exchange and copy. ``bytes``: traffic of the busiest rank; 0: none at all."""
+
+    kind: str
+    src: Spec
+    dst: Spec
+    axes: tuple[int, ...]
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """``P->S(0)@axis0  reduce_scatter  16.0 MiB  0.21 ms``"""
+        axes = self.axes or range(len(self.src.layout))
+        before = ",".join(self.src.layout[a].short for a in axes)
+        after = ",".join(self.dst.layout[a].short for a in self.axes or range(len(self.dst.layout)))
+        if self.src.placement is not self.dst.placement:
+            before, after = (f"{text} on {s.placement.type}{s.placement.ranks.tolist()}" for text, s in ((before, self.src), (after, self.dst)))
+        where = "@" + "+".join(f"axis{a}" for a in self.axes) if self.axes else ""
+        return f"{before}->{after}{where}  {self.kind}  {show_bytes(self.bytes)}  {self.seconds * 1e3:.3g} ms"
+
+
+def show_bytes(n: int) -> str:
+    """``512 B``, ``16.0 MiB``."""
+    size, unit = float(n), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
+    """Whether a split of ``dim`` on these axes may be made or undone: no later axis, outside them, splits it."""
+    return not any(e.kind == "split" and e.dim == dim for a in range(min(axes) + 1, len(layout)) if a not in axes for e in (layout[a],))
+
+
+def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
+    now = layout[axes[0]]
+    if now.kind == "split" and not _free(layout, axes, now.dim):
+        return False
+    if entry.kind == "split" and not _free(layout, axes, entry.dim):
+        return False
+    # A block of zeros is the identity of a sum (and norm), not of a max or min.
+    return not (now.kind == "split" and entry.kind == "partial" and entry.reduce in ("max", "min"))
+
+
+def neighbours(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
+    """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of interest for each axis."""
+    for axis, now in enumerate(layout):
+        for entry in menu[axis]:
+            if entry is not now:
+                if sizes[axis] == 1:
+                    yield "keep", (axis,), _put(layout, (axis,), (entry,))
+                elif (now.kind, entry.kind) in MOVES and _legal(layout, (axis,), entry):
+                    yield MOVES[now.kind, entry.kind], (axis,), _put(layout, (axis,), (entry,))
+    for axes in _fusible(layout, sizes):
+        now = layout[axes[0]]
+        for entry in menu[axes[0]]:
+            kind = MOVES.get((now.kind, entry.kind), "") if entry is not now else ""
+            if kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+                entries = tuple(_like(entry, menu[a]) for a in axes)
+                if None not in entries and _legal(layout, axes, entry):
+                    yield kind, axes, _put(layout, axes, entries)  # type: ignore[arg-type]
+
+
+def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
+    """The entry of another axis' menu that a fused move may set there: the same one, or a split of that dim with another unit."""
+    if entry in menu:
+        return entry
+    return next((e for e in menu if e.kind == entry.kind == "split" and e.dim == entry.dim), None)
+
+
+def _fusible(layout: Layout, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Sets of axes that lie alike: partials of one reduction, or the innermost splits of one dim."""
+    wide = [a for a in range(len(layout)) if sizes[a] > 1]
+    for reduce in sorted({layout[a].reduce for a in wide if layout[a].kind == "partial"}):
+        axes = tuple(a for a in wide if layout[a].reduce == reduce)
+        for n in range(2, len(axes) + 1):
+            if n == len(axes) or len(axes) <= _FUSED_AXES:
+                yield from combinations(axes, n)
+    for dim in sorted({layout[a].dim for a in wide if layout[a].kind == "split"}):
+        chain = tuple(a for a in wide if layout[a].kind == "split" and layout[a].dim == dim)
+        yield from (chain[i:] for i in range(len(chain) - 1))
+
+
+def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
+    out = list(layout)
+    for a, e in zip(axes, entries, strict=True):
+        out[a] = e
+    return tuple(out)
+
+
+def price(kind: str, src: Spec, dst: Spec, axes: tuple[int, ...], cluster: Cluster) -> tuple[int, float]:
+    """(traffic in bytes of the busiest rank, seconds) of a move."""
+    size = src.dtype.itemsize
+    if kind == "keep":
+        return 0, 0.0
+    if kind == "exchange":
+        nbytes, peers = traffic(src, dst)
+        copied = cluster.seconds("copy", 2 * size * dst.local_numel(), 1)
+        return nbytes, (cluster.seconds("exchange", nbytes, peers + 1) if nbytes else cluster.memory_latency) + copied
+    before, after = size * src.local_numel(), size * dst.local_numel()
+    if kind in _LOCAL or kind == "copy":
+        # A slice is a view; what it costs is the strided reading later.
+        return 0, cluster.seconds(kind, after if kind == "slice" else before + after, 1)
+    ranks = src.placement.fiber(src.placement.flat[0], axes)
+    nbytes = {"all_gather": after, "reduce_scatter": before, "all_reduce": before, "all_to_all": before}[kind]
+    sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
+    return sent, cluster.seconds(kind, nbytes, ranks)
+
+
+def traffic(src: Spec, dst: Spec) -> tuple[int, int]:
+    """(bytes of the busiest rank, most peers of a rank) of an exchange between two layouts without partials."""
+    ranks, holders, sources = _holders(src)
+    wanted = dst.placement.flat
+    overlap = np.ones((len(sources), len(wanted)), dtype=np.int64)
+    for d in range(src.ndim):
+        lo = np.maximum.outer([o[d] for o, _ in sources], [dst.box(r)[0][d] for r in wanted])
+        hi = np.minimum.outer([o[d] + n[d] for o, n in sources], [dst.box(r)[0][d] + dst.box(r)[1][d] for r in wanted])
+        overlap *= np.maximum(hi - lo, 0)
+    for column, r in enumerate(wanted):
+        if r in ranks:
+            overlap[ranks[r], column] = 0  # what a rank has it need not fetch
+    if not overlap.any():
+        return 0, 0
+    counts = np.array([len(h) for h in holders])
+    received, sent = overlap.sum(0).max(), -(-overlap.sum(1) // counts)
+    peers = max(int((overlap > 0).sum(0).max()), int((-(-(overlap > 0).sum(1) // counts)).max()))
+    return int(max(received, sent.max())) * src.dtype.itemsize, peers
+
+
+def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without elements are left out."""
+    numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    holders: list[list[int]] = []
+    ranks: dict[int, int] = {}
+    for rank in spec.placement.flat:
+        box = spec.box(rank)
+        if 0 not in box[1]:
+            number = numbers.setdefault(box, len(holders))
+            if number == len(holders):
+                holders.append([])
+            holders[number].append(rank)
+            ranks[rank] = number
+    return ranks, holders, list(numbers)
+
+
+def sources(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here). Itself first where it has some; loads are spread."""
+    if rank not in dst.placement._coordinates:
+        return []
+    offsets, lengths = dst.box(rank)
+    turn = dst.placement.flat.index(rank)
+    own, holders, boxes = _holders(src)
+    out = []
+    for number, (there, size) in enumerate(boxes):
+        low = [max(a, b) for a, b in zip(offsets, there, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, there, size, strict=True)]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            who = rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
+            out.append((who, _slices(low, high, there), _slices(low, high, offsets)))
+    return sorted(out, key=lambda piece: piece[0] != rank)
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def split_everywhere(ndim: int) -> list[Sbp]:
+    """Each split a tensor of ``ndim`` dims can have."""
+    return [split(d) for d in range(ndim)]
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout with each partial replaced by broadcast."""
+    return tuple(broadcast if e.kind == "partial" else e for e in layout)
