@@ -35,7 +35,8 @@ class Detected:
     def __post_init__(self) -> None:
         for what, value, size in (("rank", self.rank, self.world_size), ("local rank", self.local_rank, self.local_world_size)):
             if not 0 <= value < size:
-                raise WorldError(f"the variables of {self.source} give {what} {value} of {size}: it must be from 0 to {size - 1}; check how the ranks were started")
+                told = f"the variables of {self.source} give {what} {value} of {size}"
+                raise WorldError(f"{told}: it must be from 0 to {size - 1}; check how the ranks were started")
         if not 0 <= self.port < 1 << 16:
             raise WorldError(f"the variables of {self.source} give port {self.port}: a port is from 0 to 65535")
 
@@ -69,7 +70,8 @@ class Environment(ABC):
             return int(text)
         except ValueError:
             told = f"is {text!r}, not an integer" if name in self.variables else "is not set"
-            raise WorldError(f"the environment variable {name} {told}, though this process seems to be started by {self.name}: set it, or start the ranks with the launcher") from None
+            mend = f"though this process seems to be started by {self.name}: set it, or start the ranks with the launcher"
+            raise WorldError(f"the environment variable {name} {told}, {mend}") from None
 
     def text(self, *names: str) -> str:
         """The first of these variables that is set and not empty."""
@@ -80,7 +82,8 @@ class Environment(ABC):
         nodes = nodes or max(1, -(-world // max(1, local_world)))
         found = self.text("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else addr)
         if not found:
-            raise WorldError(f"{world} ranks on {nodes} nodes were started by {self.name}, but nothing says where rank 0 is: set MASTER_ADDR to its host on all ranks")
+            told = f"{world} ranks on {nodes} nodes were started by {self.name}"
+            raise WorldError(f"{told}, but nothing says where rank 0 is: set MASTER_ADDR to its host on all ranks")
         return Detected(self.name, rank, world, local, local_world, nodes, found, self.number("MASTER_PORT", _port_of(job) if job else None))
 
 
