@@ -23,3 +23,15 @@ class BoxingError(GlobalTensorError):
 
 class WorldError(GlobalTensorError):
     """The process group is missing, misconfigured or has failed."""
+
+
+class InplaceError(SbpError):
+    """An in-place op that would need the sbp of its target changed."""
+
+
+class KernelError(GlobalTensorError):
+    """A global tensor reached a kernel below the function level."""
+
+
+class FallbackWarning(UserWarning):
+    """A function without a rule ran on whole tensors."""

@@ -1,0 +1,9 @@
+"""Rules: what each torch function admits. One file per family; `rule` adds more."""
+
+from .choose import Choice, choose
+from .notation import Arg, Op, Signature, Split
+from .registry import RULES, Rule, composite, pointwise, rule
+
+__all__ = ["RULES", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose", "composite", "pointwise", "rule"]
+
+from . import elementwise  # noqa: E402,F401  (each family declares its rules when imported)

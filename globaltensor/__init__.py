@@ -1,0 +1,26 @@
+"""globaltensor: a cluster looks like one device. Names not defined here are torch's."""
+
+from typing import Any
+
+import torch as _torch_package
+
+from . import modules as _modules  # noqa: F401  (adds to_global and to_local to torch.nn.Module)
+from . import sbp
+from .autograd import no_sync
+from .boxing import boxing_log, explain_boxing, no_boxing
+from .cluster import current_cluster
+from .distributed import env
+from .local_map import local_map
+from .placement import Placement, placement
+from .rules import rule
+from .spec import Spec
+from .tensor import GlobalTensor, to_global, to_local
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(_torch_package, name)
+    except AttributeError:
+        raise AttributeError(f"neither globaltensor nor torch has {name!r}") from None

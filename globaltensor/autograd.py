@@ -1,0 +1,311 @@
+"""Gradients of global tensors: how a backward pass starts, and how the gradients of leaves are summed over the ranks.
+
+Autograd itself runs on the local tensors. By duality the gradient of a broadcast leaf arrives as partial sums; here they are reduced in buckets,
+flattened over the axes, overlapped with the rest of backward (as torch's DistributedDataParallel does), and deferred under ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import _torch
+from .boxing import box
+from .dispatch import HANDLERS, promote
+from .distributed.world import World, world
+from .errors import SbpError
+from .sbp import broadcast
+from .spec import Spec
+from .wrapper import GlobalTensor
+
+__all__ = ["LeafGradient", "attach", "no_sync"]
+
+BUCKET_BYTES = 25 << 20  # as torch's reducer: large enough for bandwidth, small enough to overlap
+
+
+class LeafGradient:
+    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, in the leaf's own layout."""
+
+    def __init__(self, leaf: GlobalTensor) -> None:
+        self.local = leaf._local
+        self.spec = leaf._spec
+        self.dual = leaf._spec.dual()
+        self.owner = weakref.ref(leaf)
+        self.value: torch.Tensor | None = None
+        self.hooks: dict[int, Callable[[GlobalTensor], None]] = {}
+        placement = self.spec.placement
+        summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
+        self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
+        self.ranks = placement.fiber(world().rank, summed) if self.bucketed else ()
+        self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, local: torch.Tensor) -> None:
+        """Torch has put a contribution into the local tensor's ``.grad``."""
+        reducer = _reducer()
+        if not reducer.deferred:
+            reducer.add(self)
+
+    def take(self) -> torch.Tensor | None:
+        grad, self.local.grad = self.local.grad, None
+        return grad
+
+    def put(self, grad: torch.Tensor) -> None:
+        """Add a reduced gradient, in place where torch would."""
+        if self.value is None:
+            self.value = grad
+        elif grad.requires_grad or self.value.requires_grad:
+            self.value = self.value + grad
+        else:
+            self.value.add_(grad)
+
+    def settle(self) -> torch.Tensor | None:
+        """What has come in up to now, reduced. Collective where something is pending."""
+        if self.local.grad is not None:
+            grad = self.take()
+            self.put(box(grad, self.dual, self.spec, why="gradient of a leaf"))  # type: ignore[arg-type]
+        return self.value
+
+
+class Reducer:
+    """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
+
+    def __init__(self) -> None:
+        self.deferred = 0
+        self.buckets: dict[tuple[Any, ...], list[tuple[LeafGradient, torch.Tensor]]] = {}
+        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
+        self.finished: list[LeafGradient] = []
+        self.queued = False
+
+    def add(self, leaf: LeafGradient) -> None:
+        if not self.queued:
+            self.queued = True
+            _torch.queue_backward_callback(self.finish)
+        grad = leaf.take()
+        if grad is None:
+            return
+        if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
+            leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
+            self.finished.append(leaf)
+            return
+        key = (leaf.ranks, grad.dtype, grad.device)
+        bucket = self.buckets.setdefault(key, [])
+        bucket.append((leaf, grad))
+        if sum(g.nbytes for _, g in bucket) >= BUCKET_BYTES:
+            self.send(key)
+
+    def send(self, key: tuple[Any, ...]) -> None:
+        bucket = self.buckets.pop(key)
+        flat = torch.cat([g.reshape(-1) for _, g in bucket]) if len(bucket) > 1 else bucket[0][1].reshape(-1)
+        if flat.numel():
+            self.sent.append((bucket, flat, world().comm(key[0]).all_reduce_async(flat, "sum")))
+        else:
+            self.sent.append((bucket, flat, None))
+
+    def finish(self) -> None:
+        """The end of a backward pass."""
+        try:
+            for key in list(self.buckets):
+                self.send(key)
+            for bucket, flat, handle in self.sent:
+                if handle is not None:
+                    handle.wait()
+                start = 0
+                for leaf, grad in bucket:
+                    leaf.put(flat[start : start + grad.numel()].view(grad.shape))
+                    start += grad.numel()
+                    self.finished.append(leaf)
+            for leaf in self.finished:
+                owner = leaf.owner()
+                if owner is not None:
+                    for hook in list(leaf.hooks.values()):
+                        hook(owner)
+        finally:
+            self.queued = False
+            self.buckets, self.sent, self.finished = {}, [], []
+
+
+_REDUCERS: weakref.WeakKeyDictionary[World, Reducer] = weakref.WeakKeyDictionary()
+
+
+def _reducer() -> Reducer:
+    here = world()
+    found = _REDUCERS.get(here)
+    if found is None:
+        found = _REDUCERS[here] = Reducer()
+    return found
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Backward passes inside leave the gradients of leaves unsummed; the first one outside (or reading ``.grad``) sums all at once.
+
+    For gradient accumulation: as ``DistributedDataParallel.no_sync``.
+    """
+    reducer = _reducer()
+    reducer.deferred += 1
+    try:
+        yield
+    finally:
+        reducer.deferred -= 1
+
+
+def attach(leaf: GlobalTensor) -> None:
+    """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
+    leaf._leaf = None
+    spec = leaf._spec
+    if spec.placement.coordinate(world().rank) is None or not leaf._local.is_leaf:
+        return
+    if any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout)):
+        leaf._leaf = LeafGradient(leaf)
+
+
+# ---------------------------------------------------------------------------------------------------------------- .grad
+
+
+def get_grad(x: GlobalTensor) -> GlobalTensor | None:
+    """The gradient, in the tensor's own sbp; collective where contributions are pending."""
+    leaf = x._leaf
+    local = leaf.settle() if leaf is not None else x._local.grad
+    if local is None:
+        return None
+    kept = x.__dict__.get("_kept_grad")
+    if kept is not None and kept[0] is local:
+        return kept[1]  # type: ignore[no-any-return]
+    if leaf is None and not x._local.is_leaf:
+        dual = x._spec.dual()
+        wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
+    else:
+        wrapped = GlobalTensor.wrap(local, x._spec.replace(dtype=local.dtype))
+    x.__dict__["_kept_grad"] = (local, wrapped)
+    return wrapped
+
+
+def set_grad(x: GlobalTensor, value: Any) -> None:
+    x.__dict__.pop("_kept_grad", None)
+    if value is None:
+        x._local.grad = None
+        if x._leaf is not None:
+            x._leaf.value = None
+        return
+    if not isinstance(value, GlobalTensor):
+        raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+    if value.shape != x.shape:
+        raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
+    local = value._local if value._spec is x._spec else box(value._local, value._spec, x._spec.replace(dtype=value.dtype), why="assigning .grad")
+    if x._leaf is not None:
+        x._local.grad, x._leaf.value = None, local
+    else:
+        x._local.grad = local
+    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, x._spec))
+
+
+# ---------------------------------------------------------------------------------------------------------------- starting a backward pass
+
+
+def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
+    """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value on one rank, zero on the others."""
+    spec = output._spec
+    where = spec.placement.coordinate(world().rank)
+    if grad is None:
+        if spec.numel != 1:
+            raise RuntimeError(f"grad can be implicitly created only for scalar outputs; this one has shape {list(spec.shape)}: pass gradient=")
+        if where is None:
+            return torch.zeros_like(output._local)
+        counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
+        return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
+    if isinstance(grad, GlobalTensor):
+        return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
+    whole = Spec.make(grad.shape, grad.dtype, spec.placement, [broadcast] * spec.placement.axes)
+    return box(promote(grad, whole), whole, spec.dual(), why="gradient given to backward")
+
+
+def _settled(output: Any) -> Any:
+    """Partials other than sums have no cotangent of their own: reduce them first."""
+    if isinstance(output, GlobalTensor) and any(e.is_partial and e.reduce != "sum" for e in output._spec.layout):
+        return GlobalTensor.wrap(box(output._local, output._spec, output._spec.replicated(), why="backward"), output._spec.replicated())
+    return output
+
+
+def _sequence(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
+    given = _sequence(grads) or [None] * len(outputs)
+    outputs = [_settled(o) for o in outputs]
+    seeds = [seed(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
+    return [local_of(o) for o in outputs], seeds
+
+
+def local_of(x: Any) -> Any:
+    return x._local if isinstance(x, GlobalTensor) else x
+
+
+def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None, inputs: Any = None) -> None:
+    """torch.autograd.backward where some outputs are global."""
+    locals_, seeds = _starts(_sequence(tensors), grad_tensors)
+    into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
+    torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
+
+
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any) -> tuple[Any, ...]:
+    """torch.autograd.grad where some tensors are global: each gradient comes back in its input's own sbp."""
+    options.pop("only_inputs", None)
+    locals_, seeds = _starts(_sequence(outputs), grad_outputs)
+    wanted = _sequence(inputs)
+    found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
+    with torch.set_grad_enabled(create_graph):
+        return tuple(_presented(x, g) for x, g in zip(wanted, found, strict=True))
+
+
+def _presented(x: Any, g: torch.Tensor | None) -> Any:
+    if g is None or not isinstance(x, GlobalTensor):
+        return g
+    spec = x._spec.replace(dtype=g.dtype)
+    return GlobalTensor.wrap(box(g, spec.dual(), spec, why="torch.autograd.grad"), spec)
+
+
+def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
+    backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
+    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp."""
+    dual = self._spec.dual()
+
+    def run(local: torch.Tensor) -> Any:
+        out = hook(GlobalTensor.wrap(local, dual))
+        if out is None:
+            return None
+        if not isinstance(out, GlobalTensor):
+            raise SbpError("a hook on a global tensor must return a global tensor or None")
+        return box(out._local, out._spec, dual, why="gradient from a hook")
+
+    return self._local.register_hook(run)
+
+
+class _Removable:
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:
+        self.hooks, self.key = hooks, key
+
+    def remove(self) -> None:
+        self.hooks.pop(self.key, None)
+
+
+def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
+    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient."""
+    if self._leaf is None:
+        owner = weakref.ref(self)
+        return self._local.register_post_accumulate_grad_hook(lambda _: hook(x) if (x := owner()) is not None else None)
+    key = max(self._leaf.hooks, default=0) + 1
+    self._leaf.hooks[key] = hook
+    return _Removable(self._leaf.hooks, key)
+
+
+HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: backward(*args, **kwargs)
+HANDLERS[torch.autograd.grad] = lambda func, args, kwargs: grad(*args, **kwargs)
+HANDLERS[torch.Tensor.backward] = lambda func, args, kwargs: tensor_backward(*args, **kwargs)

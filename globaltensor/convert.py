@@ -1,0 +1,81 @@
+"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from .distributed.world import world
+from .errors import PlacementError, ShapeError
+from .placement import Placement
+from .sbp import Sbp
+from .spec import Spec
+
+__all__ = ["all_ranks", "check_placement", "gather_specs"]
+
+
+@lru_cache(maxsize=64)
+def all_ranks(size: int) -> Placement:
+    return Placement("cpu", list(range(size)))
+
+
+def check_placement(placement: Placement) -> None:
+    """Raises PlacementError where the placement names a rank outside this world."""
+    if not isinstance(placement, Placement):
+        raise PlacementError(f"placement must be a globaltensor.placement, got {placement!r}")
+    size = world().size
+    outside = [r for r in placement.flat if r >= size]
+    if outside:
+        raise PlacementError(
+            f"{placement!r} names rank {', '.join(map(str, outside))}, but this world has {size} rank{'s' if size > 1 else ''} (0 to {size - 1}): "
+            "start more processes (--nproc_per_node), or use fewer ranks"
+        )
+
+
+def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> Spec:
+    """The spec of the global tensor whose parts are the ranks' local tensors. Collective over the world where ``check``."""
+    here = world()
+    mine = (tuple(local.shape), local.dtype)
+    if check and here.size > 1:
+        told = here.comm(tuple(range(here.size))).all_gather_object(mine)
+        held = {r: told[r] for r in placement.flat}
+    else:
+        held = dict.fromkeys(placement.flat, mine)
+    return spec_of(held, placement, layout)
+
+
+def spec_of(held: dict[int, tuple[tuple[int, ...], torch.dtype]], placement: Placement, layout: Sequence[Sbp]) -> Spec:
+    """(shape, dtype) of each rank's part -> the spec. Raises ShapeError naming who holds what.
+
+    >>> p = Placement("cpu", [0, 1])
+    >>> spec_of({0: ((3, 2), torch.float32), 1: ((2, 2), torch.float32)}, p, [Sbp("split", 0)])
+    f32[5, 2] S(0)
+    """
+    first, dtype = held[placement.flat[0]]
+    if any(d is not dtype for _, d in held.values()):
+        raise ShapeError(_told("to_global: the ranks' local tensors have different dtypes", held) + "cast them to one dtype first, for example x.float()")
+    if any(len(s) != len(first) for s, _ in held.values()):
+        raise ShapeError(_told("to_global: the ranks' local tensors have different numbers of dims", held) + "give every rank a part of the same global tensor")
+    canonical = [Sbp("split", e.dim % len(first)) if e.is_split and first and -len(first) <= e.dim < len(first) else e for e in layout]
+    shape = list(first)
+    for dim in {e.dim for e in canonical if e.is_split and e.dim < len(first)}:
+        axes = [a for a, e in enumerate(canonical) if e.is_split and e.dim == dim]
+        shape[dim] = sum(held[r][0][dim] for r in placement.fiber(placement.flat[0], axes))
+    spec = Spec.make(shape, dtype, placement, canonical)
+    wrong = [r for r in placement.flat if spec.local_shape(r) != held[r][0]]
+    if wrong:
+        short = " ".join(e.short for e in layout)
+        balanced = "; ".join(f"rank {r}: {list(spec.local_shape(r))}" for r in placement.flat[:8])
+        raise ShapeError(
+            _told(f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held)
+            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; dims that are not split must be equal"
+        )
+    return spec
+
+
+def _told(what: str, held: dict[int, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    rows = [f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n" for r, (s, d) in list(held.items())[:16]]
+    more = f"  and {len(held) - 16} more ranks\n" if len(held) > 16 else ""
+    return f"{what}\n{''.join(rows)}{more}"

@@ -1,0 +1,84 @@
+"""``local_map``: run a function of local tensors on global ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .boxing import box
+from .convert import spec_of
+from .dispatch import replaced, tensors_in
+from .distributed.world import world
+from .errors import SbpError
+from .placement import Placement
+from .sbp import Sbp, as_layout
+from .wrapper import GlobalTensor, placeholder
+
+__all__ = ["local_map"]
+
+
+def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *, placement: Placement | None = None) -> Callable[..., Any]:
+    """A function of local tensors -> one of global tensors. For own kernels, custom ``torch.autograd.Function``s, and code that knows its ranks.
+
+    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each tensor argument; None: as they come), gives ``function`` this
+    rank's parts, and wraps what it returns with ``out_sbp`` (one, or one for each result). Gradients follow by duality: the gradient that ``function``
+    gives to a broadcast input is summed over the ranks, that of a partial result is whole on every rank.
+    Raises SbpError where a number of sbp does not fit; ShapeError where the parts that came back do not form a tensor.
+
+    >>> import torch
+    >>> import globaltensor as flow
+    >>> double = flow.local_map(lambda x: x * 2, out_sbp=flow.sbp.split(0), in_sbp=flow.sbp.split(0))
+    >>> double(flow.ones(2, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0))).tolist()
+    [2.0, 2.0]
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        where = placement or next((t._spec.placement for t in tensors if isinstance(t, GlobalTensor)), None)
+        if where is None:
+            raise SbpError("local_map: no argument is global, and no placement= was given")
+        wanted = _each(in_sbp, len([t for t in tensors if isinstance(t, GlobalTensor)]), where, "in_sbp")
+        locals_ = []
+        for t in tensors:
+            if isinstance(t, GlobalTensor):
+                layout = wanted.pop(0)
+                dst = t._spec.replace(placement=where, layout=t._spec.layout if layout is None else layout)
+                locals_.append(box(t._local, t._spec, dst, why=f"local_map({function.__name__})"))
+            else:
+                locals_.append(t)
+        these = iter(locals_)
+        inside = where.coordinate(world().rank) is not None
+        out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
+        return _wrapped(out, out_sbp, where, inside)
+
+    return run
+
+
+def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:
+    if value is None:
+        return [None] * count
+    if isinstance(value, Sbp) or (isinstance(value, (list, tuple)) and len(value) == placement.axes and all(isinstance(v, Sbp) for v in value) and (placement.axes > 1 or count == 1)):
+        return [as_layout(value, placement.axes, what)] * count
+    if len(value) != count:
+        raise SbpError(f"local_map: {what} has {len(value)} entries for {count} tensors")
+    return [None if v is None else as_layout(v, placement.axes, what) for v in value]
+
+
+def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
+    here = world()
+    results = tensors_in(out, [])
+    mine = [(tuple(t.shape), t.dtype) for t in results] if inside else None
+    told: Sequence[Any] = here.comm(tuple(range(here.size))).all_gather_object((mine, replaced(out, iter([torch.empty(0)] * len(results))) if inside else None)) if here.size > 1 else [(mine, out)]
+    shapes, shell = told[placement.flat[0]]
+    layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
+    wrapped = []
+    for i, layout in enumerate(layouts):
+        if layout is None:
+            raise SbpError("local_map: out_sbp must say how each result lies")
+        spec = spec_of({r: told[r][0][i] for r in placement.flat}, placement, layout)
+        wrapped.append(GlobalTensor.wrap(results[i] if inside else placeholder(spec), spec))
+    return replaced(out if inside else shell, iter(wrapped))

@@ -1,0 +1,118 @@
+"""``module.to_global`` and ``module.to_local``: every parameter and buffer of a module becomes global, or local again."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .convert import check_placement
+from .distributed.world import world
+from .errors import SbpError, ShapeError
+from .placement import Placement
+from .sbp import Sbp, as_layout, broadcast
+from .wrapper import GlobalTensor
+
+__all__ = ["module_to_global", "module_to_local"]
+
+SbpChoice = Sbp | Sequence[Sbp] | Mapping[str, Any] | Callable[..., Any]
+
+
+def _slots(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every place that holds a parameter or buffer: (path, dict, name), in the order of the modules."""
+    for prefix, m in module.named_modules(remove_duplicate=False):
+        for held in (m._parameters, m._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}".lstrip("."), held, name
+
+
+def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> list[Sbp]:
+    """The sbp of one tensor. Of path patterns the first that matches counts."""
+    if isinstance(choice, Mapping):
+        for pattern, value in choice.items():
+            if fnmatch.fnmatchcase(path, pattern):
+                return list(as_layout(value, axes, f"sbp of {pattern!r}"))
+        raise SbpError(f"no pattern matches {path!r} (patterns: {', '.join(map(repr, choice))}): add a last one, '*': broadcast")
+    if callable(choice) and not isinstance(choice, Sbp):
+        return list(as_layout(choice(path, tensor), axes, f"sbp that the callable gave for {path!r}"))
+    layout = as_layout(choice, axes)
+    # One sbp for all: a tensor without that dim (a bias, a counter) stays broadcast there.
+    return [broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout]
+
+
+def module_to_global(self: torch.nn.Module, placement: Placement | None = None, sbp: SbpChoice | None = None) -> torch.nn.Module:
+    """Make every parameter and buffer global, in place; returns the module.
+
+    The local tensors are whole values, the same model on every rank (the first rank's data counts). ``sbp``: one for all; a callable
+    ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move.
+    Raises SbpError, PlacementError, and ShapeError where the ranks' models differ.
+    """
+    if placement is None or sbp is None:
+        raise SbpError("module.to_global needs placement and sbp: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
+    check_placement(placement)
+    slots = list(_slots(self))
+    plans = {path: sbp_for(sbp, path, held[name], placement.axes) for path, held, name in slots}
+    _check_same_model([(path, held[name]) for path, held, name in slots])
+    done: dict[int, GlobalTensor] = {}
+    kept = []  # the old tensors live until the end: their ids are keys
+    for path, held, name in slots:
+        old = held[name]
+        if id(old) not in done:
+            kept.append(old)
+            done[id(old)] = _made(old, placement, plans[path])
+        held[name] = done[id(old)]
+    return self
+
+
+def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
+    with torch.no_grad():
+        value = old.detach()
+        if not isinstance(value, GlobalTensor):
+            value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
+        new = value.to_global(placement, layout)
+        if new._local is old or new._local.data_ptr() == (old._local if isinstance(old, GlobalTensor) else old).data_ptr():
+            new = new.clone()
+        elif new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes():
+            new = new.clone()  # a slice would keep the whole tensor alive
+    if isinstance(old, torch.nn.Parameter):
+        parameter = torch.nn.Parameter(new, old.requires_grad)
+        if old.grad is not None:
+            parameter.grad = old.grad.to_global(placement, layout) if isinstance(old.grad, GlobalTensor) else _made(old.grad, placement, layout)
+        return parameter  # type: ignore[return-value]
+    return new
+
+
+def _check_same_model(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    here = world()
+    if here.size == 1:
+        return
+    mine = [(path, tuple(t.shape), str(t.dtype)) for path, t in tensors]
+    for rank, theirs in enumerate(here.comm(tuple(range(here.size))).all_gather_object(mine)):
+        if theirs != mine:
+            here_only, there_only = [m for m in mine if m not in theirs], [t for t in theirs if t not in mine]
+            raise ShapeError(
+                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank {here.rank} has {here_only[:3]}, rank {rank} has {there_only[:3]}; "
+                "build the same module on every rank"
+            )
+
+
+def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
+    """Every global parameter and buffer becomes this rank's local part, in place; returns the module."""
+    done: dict[int, torch.Tensor] = {}
+    kept = []
+    for _, held, name in list(_slots(self)):
+        old = held[name]
+        if isinstance(old, GlobalTensor):
+            if id(old) not in done:
+                kept.append(old)
+                local = old._local.detach()
+                done[id(old)] = torch.nn.Parameter(local, old.requires_grad) if isinstance(old, torch.nn.Parameter) else local
+            held[name] = done[id(old)]
+    return self
+
+
+torch.nn.Module.to_global = module_to_global  # type: ignore[attr-defined]
+torch.nn.Module.to_local = module_to_local  # type: ignore[attr-defined]

@@ -1,0 +1,422 @@
+"""What a global tensor can do, and what plain tensors and modules gain: ``to_global``, ``to_local``, reading values, casting, copying, pickling."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import autograd
+from .boxing import box
+from .convert import all_ranks, check_placement, gather_specs
+from .dispatch import HANDLERS, promote
+from .distributed.world import world
+from .errors import GlobalTensorError, InplaceError, SbpError
+from .placement import Placement
+from .sbp import Sbp, as_layout, broadcast
+from .spec import Spec
+from .wrapper import GlobalTensor, placeholder
+
+__all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- between local and global
+
+
+class _ToGlobal(torch.autograd.Function):
+    """Local parts become one global tensor. Backward: each part gets the gradient of what it stands for."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec, ctx.device = spec, local.device
+        return _equalised(local.detach(), spec).view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        spec: Spec = ctx.spec
+        mine = spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
+        return box(grads[0], spec.dual(), mine, why="gradient of to_global").to(ctx.device), None
+
+
+def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """On broadcast axes the first rank's data counts: send it to the others."""
+    rank = world().rank
+    axes = [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
+    if axes and spec.numel:
+        local = world().comm(spec.placement.fiber(rank, axes)).broadcast(local, 0)
+    return local
+
+
+def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp: Any = None, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
+    """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the placement must call too.
+
+    Split: the parts are joined (their sizes must follow the balanced rule); broadcast: the first rank's data; partial: the value is the sum of the parts.
+    ``check_meta=False`` skips the exchange of shapes: right only where every rank holds the same shape and dtype.
+    Raises ShapeError naming who holds what, SbpError, PlacementError.
+    """
+    if placement is None or sbp is None:
+        missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
+        raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
+    check_placement(placement)
+    layout = as_layout(sbp, placement.axes)
+    spec = gather_specs(self, placement, layout, check_meta)
+    if placement.coordinate(world().rank) is None:
+        return GlobalTensor.wrap(placeholder(spec).requires_grad_(self.requires_grad and torch.is_grad_enabled()), spec)
+    local = self.to(world().device(placement.type), copy=copy)
+    if local.requires_grad and torch.is_grad_enabled():
+        return GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
+    return GlobalTensor.wrap(_equalised(local.detach(), spec), spec)
+
+
+def global_to_global(self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False) -> GlobalTensor:
+    """The same value on another placement or with another sbp. What is not given stays. ``grad_sbp``: the sbp that the gradient is brought to on its way back
+    (default: the dual of this tensor's sbp). Collective. Raises SbpError, PlacementError."""
+    src = self._spec
+    where = src.placement if placement is None else placement
+    check_placement(where)
+    if sbp is None:
+        if where.axes != src.placement.axes:
+            raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(src.layout)} entries: give sbp= with one entry for each axis")
+        layout: Sequence[Sbp] = src.layout
+    else:
+        layout = as_layout(sbp, where.axes)
+    dst = src.replace(placement=where, layout=layout)
+    back = None if grad_sbp is None else src.replace(layout=as_layout(grad_sbp, src.placement.axes, "grad_sbp"))
+    if dst is src and back is None:
+        return self.clone() if copy else self
+    local = box(self._local, src, dst, back, why="to_global")
+    if local is self._local:
+        local = local.clone() if copy or back is not None else local.view_as(local)
+    return GlobalTensor.wrap(local, dst)
+
+
+def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
+    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``."""
+    return _nested(x, lambda path, t: t.to_global(placement, sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp, **options))
+
+
+def to_local(x: Any, **options: Any) -> Any:
+    """``flow.to_local``: a tensor, or a nest with tensors in it."""
+    return _nested(x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t)
+
+
+def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
+    if isinstance(x, torch.Tensor):
+        return change(path, x)
+    if isinstance(x, dict):
+        return type(x)((k, _nested(v, change, f"{path}.{k}".lstrip("."))) for k, v in x.items())
+    if isinstance(x, (tuple, list)):
+        parts = [_nested(v, change, f"{path}.{i}".lstrip(".")) for i, v in enumerate(x)]
+        return type(x)(*parts) if isinstance(getattr(x, "_fields", None), tuple) else type(x)(parts)
+    return x
+
+
+class _ToLocal(torch.autograd.Function):
+    """This rank's part as an ordinary tensor; its gradient comes back as a part with ``grad_sbp``."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, grad: Spec, dual: Spec) -> torch.Tensor:
+        ctx.grad, ctx.dual = grad, dual
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return box(grads[0], ctx.grad, ctx.dual, why="gradient of to_local"), None, None
+
+
+def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
+    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication.
+
+    ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are
+    summed; where every rank computes the same from it, say ``grad_sbp=broadcast``.
+    """
+    if grad_sbp is not None:
+        grad = self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
+        local = _ToLocal.apply(self._local, grad, self._spec.dual()) if self._local.requires_grad else self._local
+    else:
+        local = self._local.view_as(self._local) if self._local.requires_grad else self._local
+    return local.clone() if copy else local
+
+
+def plain_to_local(self: torch.Tensor, **options: Any) -> torch.Tensor:
+    raise GlobalTensorError("to_local() of a tensor that is not global: it is local already; to_local is for tensors made by to_global or with placement=, sbp=")
+
+
+def _needs_global(name: str) -> property:
+    def get(self: torch.Tensor) -> Any:
+        raise GlobalTensorError(f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first")
+
+    return property(get)
+
+
+# ---------------------------------------------------------------------------------------------------------------- values on every rank
+
+
+def full(x: GlobalTensor) -> torch.Tensor:
+    """The whole value as a plain CPU tensor, on every rank of the world. Collective."""
+    spec = x._spec
+    here = world()
+    local = x._local.detach()
+    if set(spec.placement.flat) >= set(range(here.size)):
+        return box(local, spec, spec.replicated(), why="reading a value").cpu()
+    everywhere = all_ranks(here.size)
+    return box(local, spec, spec.replace(placement=everywhere, layout=[broadcast]), why="reading a value")
+
+
+def numpy(self: GlobalTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
+    """The whole value as an array, on every rank of the world. Collective."""
+    if self.requires_grad and not force and torch.is_grad_enabled():
+        raise RuntimeError("Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or x.numpy(force=True)")
+    return full(self).numpy()
+
+
+def item(self: GlobalTensor) -> Any:
+    return full(self).item()
+
+
+def tolist(self: GlobalTensor) -> Any:
+    return full(self).tolist()
+
+
+def to_text(self: GlobalTensor, *, tensor_contents: Any = None) -> str:
+    shown = repr(full(self))
+    extra = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
+    prefix = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
+    return f"{prefix}{shown[:-1]}, placement={self.placement!r}, sbp={self.sbp!r}{extra})"
+
+
+def format_value(self: GlobalTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec) if spec else to_text(self)
+
+
+def array(self: GlobalTensor, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+    value = numpy(self)
+    return value if dtype is None else value.astype(dtype, copy=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- dtype, device, copies
+
+
+def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    if dtype is x.dtype:
+        return x
+    spec = x._spec
+    if any(e.is_partial for e in spec.layout) and not ((dtype.is_floating_point or dtype.is_complex) and (spec.dtype.is_floating_point or spec.dtype.is_complex)):
+        x = x.to_global(sbp=[broadcast if e.is_partial else e for e in spec.layout])
+    return GlobalTensor.wrap(x._local.to(dtype), x._spec.replace(dtype=dtype))
+
+
+def _device_type(device: Any) -> str:
+    device = torch.device(device) if isinstance(device, str) else device
+    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().local_rank):
+        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to('{getattr(device, 'type', 'cuda')}') or to_global(placement=...)")
+    return str(device.type)
+
+
+def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
+    """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
+    copy = kwargs.pop("copy", False)
+    kwargs.pop("non_blocking", None), kwargs.pop("memory_format", None)
+    out = self
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.dtype):
+            out = _with_dtype(out, a)
+        elif isinstance(a, torch.Tensor):
+            out = _with_dtype(out, a.dtype)
+            if isinstance(a, GlobalTensor):
+                out = out.to_global(placement=a.placement, sbp=out.sbp if a.placement is out.placement else a.sbp)
+        elif isinstance(a, (str, torch.device, int)) and not isinstance(a, bool):
+            kind = _device_type(a)
+            if kind != out._spec.placement.type:
+                out = out.to_global(placement=out._spec.placement.with_type(kind), sbp=out._spec.layout)
+    return out.clone() if copy and out is self else out
+
+
+def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
+    return lambda self, *args, **kwargs: _with_dtype(self, dtype)
+
+
+def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    if dtype is None:
+        return self._local.type()
+    return _with_dtype(self, dtype) if isinstance(dtype, torch.dtype) else _with_dtype(self, torch.empty(0).type(dtype).dtype)
+
+
+def detach(self: GlobalTensor) -> GlobalTensor:
+    return GlobalTensor.wrap(self._local.detach(), self._spec)
+
+
+def detach_(self: GlobalTensor) -> GlobalTensor:
+    self._local.detach_()
+    return self
+
+
+def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
+    return GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+
+
+def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
+    local = self._local.contiguous(memory_format=memory_format)
+    return self if local is self._local else GlobalTensor.wrap(local, self._spec)
+
+
+def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
+    """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
+    if not isinstance(src, torch.Tensor):
+        src = torch.as_tensor(src)
+    if not isinstance(src, GlobalTensor):
+        whole = Spec.make(src.shape, src.dtype, self.placement, [broadcast] * self.placement.axes)
+        src = GlobalTensor.wrap(promote(src, whole), whole)
+    if src.shape != self.shape:
+        src = src.expand(self.shape)
+    local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
+    self._local.copy_(local, non_blocking)
+    return self
+
+
+def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], GlobalTensor):
+        return copy_(*args, **kwargs)
+    raise InplaceError("copy_ of a global tensor into a plain one: copy its local part (x.to_local()) or its whole value (x.to_global(sbp=broadcast).to_local())")
+
+
+def stride(self: GlobalTensor, dim: int | None = None) -> Any:
+    """Strides of a whole tensor laid out as the local part is."""
+    local = self._local.stride() if self._local.dim() == self.dim() else torch.empty(self.shape, device="meta").stride()
+    order = sorted(range(self.dim()), key=lambda d: (-local[d], d))
+    out, step = [0] * self.dim(), 1
+    for d in reversed(order):
+        out[d] = step if local[d] or self.shape[d] <= 1 else 0
+        step *= self.shape[d] if out[d] else 1
+    return tuple(out) if dim is None else out[dim]
+
+
+def of_local(name: str) -> Callable[..., Any]:
+    """A question that the local part answers for the whole."""
+    method = getattr(torch.Tensor, name)
+    return lambda self, *args, **kwargs: method(self._local, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gradients, leaves, copies of objects
+
+
+def set_requires_grad(self: GlobalTensor, value: bool) -> None:
+    self._local.requires_grad = value
+    if value and self._local.is_leaf:
+        autograd.attach(self)
+
+
+def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
+    set_requires_grad(self, requires_grad)
+    return self
+
+
+def set_data(self: GlobalTensor, value: Any) -> None:
+    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
+    if not isinstance(value, GlobalTensor):
+        raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+    kept = self.requires_grad
+    if value._local.dtype is self._local.dtype and value._spec is self._spec:
+        self._local.data = value._local.detach()
+        return
+    self._local = value._local.detach()
+    self._spec = value._spec
+    self.__dict__.pop("_kept_grad", None)
+    self._leaf = None
+    if kept:
+        set_requires_grad(self, True)
+
+
+def retain_grad(self: GlobalTensor) -> None:
+    self._local.retain_grad()
+
+
+def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> GlobalTensor:
+    if local.numel() or spec.placement.type != "cpu":
+        local = local.to(world().device(spec.placement.type))
+    out = GlobalTensor.wrap(local, spec)
+    if is_parameter:
+        out._is_param = True  # type: ignore[attr-defined]
+    if requires_grad:
+        set_requires_grad(out, True)
+    return out
+
+
+def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
+    """Pickled as this rank's part and its spec: to be read by the same rank of a world of the same size."""
+    return rebuild, (self._local.detach().cpu(), self._spec, self.requires_grad, getattr(self, "_is_param", False))
+
+
+def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
+    if id(self) in memo:
+        return memo[id(self)]  # type: ignore[no-any-return]
+    if not self._local.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+    out = memo[id(self)] = rebuild(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False))
+    grad = self.grad
+    if grad is not None:
+        out.grad = copying.deepcopy(grad, memo)
+    return out
+
+
+METHODS: dict[str, Any] = {
+    "to_global": global_to_global, "global_to_global": global_to_global, "to_local": tensor_to_local,
+    "numpy": numpy, "item": item, "tolist": tolist, "__repr__": to_text, "__format__": format_value, "__array__": array,
+    "__float__": lambda self: float(full(self)), "__int__": lambda self: int(full(self)), "__bool__": lambda self: bool(full(self)),
+    "__index__": lambda self: full(self).__index__(), "__complex__": lambda self: complex(full(self)),
+    "to": to, "type": type_, "cpu": lambda self, *a, **k: to(self, "cpu"), "cuda": lambda self, *a, **k: to(self, "cuda"),
+    "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16), "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
+    "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
+    "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
+    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
+    "data_ptr": of_local("data_ptr"), "is_contiguous": of_local("is_contiguous"), "storage_offset": of_local("storage_offset"), "is_pinned": of_local("is_pinned"),
+    "get_device": of_local("get_device"), "untyped_storage": of_local("untyped_storage"), "is_inference": of_local("is_inference"), "is_set_to": of_local("is_set_to"),
+    "is_shared": of_local("is_shared"), "is_signed": of_local("is_signed"), "is_conj": of_local("is_conj"), "is_neg": of_local("is_neg"),
+    "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": autograd.tensor_backward, "register_hook": autograd.register_hook,
+    "register_post_accumulate_grad_hook": autograd.register_post_accumulate_grad_hook,
+    "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
+    "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
+    "grad": property(autograd.get_grad, autograd.set_grad, lambda self: autograd.set_grad(self, None)),
+    "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
+    "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
+    "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout), "is_sparse": property(lambda self: self._local.is_sparse),
+    "is_quantized": property(lambda self: False), "is_nested": property(lambda self: False), "is_mkldnn": property(lambda self: False), "is_mps": property(lambda self: False),
+    "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "is_lazy": property(lambda self: False), "names": property(lambda self: (None,) * self.dim()),
+}  # fmt: skip
+
+#: What ordinary tensors gain.
+PLAIN: dict[str, Any] = {
+    "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local, "is_global": property(lambda self: False),
+    "is_local": property(lambda self: True), "placement": _needs_global("placement"), "sbp": _needs_global("sbp"),
+}  # fmt: skip
+
+
+def install() -> None:
+    """The one place where torch's classes are added to."""
+    for name, value in METHODS.items():
+        setattr(GlobalTensor, name, value)
+    for name, value in PLAIN.items():
+        setattr(torch.Tensor, name, value)
+
+
+def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain.to(global)`` and ``plain.type_as(global)``: only the dtype is taken over."""
+    x, other = args[0], next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor))
+    return x.to(other.dtype)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
+
+
+for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj", "is_neg", "is_signed"):
+    HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
+HANDLERS[torch.Tensor.copy_] = plain_copy_
+HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
+HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point
+HANDLERS[torch.is_complex] = lambda func, args, kwargs: args[0].dtype.is_complex
+HANDLERS[torch.numel] = lambda func, args, kwargs: args[0].numel()
+install()

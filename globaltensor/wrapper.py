@@ -1,0 +1,147 @@
+"""The GlobalTensor class itself: one ordinary local tensor and a Spec. What it can do is added by the rooms above (dispatch, autograd, tensor)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import _torch
+from .errors import KernelError
+from .placement import Placement
+from .sbp import Sbp
+from .spec import Spec
+
+__all__ = ["GlobalTensor", "placeholder", "template"]
+
+
+@lru_cache(maxsize=1 << 13)
+def template(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A meta tensor that new wrappers copy their outside from: it has no memory, so nothing can read wrong values below the function level."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def placeholder(spec: Spec) -> torch.Tensor:
+    """What a rank outside the placement holds: nothing, of the right dtype."""
+    return torch.empty(0, dtype=spec.dtype)
+
+
+class GlobalTensor(torch.Tensor):
+    """A tensor spread over the ranks of a placement. Made by ``to_global`` and the creation functions, never directly.
+
+    ``_local`` is this rank's part, an ordinary tensor that autograd works on; ``_spec`` says what the parts are parts of.
+    """
+
+    __slots__ = ("_local", "_spec")
+    _local: torch.Tensor
+    _spec: Spec
+    _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (autograd.LeafGradient)
+    _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
+
+    @staticmethod
+    def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
+        """A GlobalTensor of this local tensor, unchecked."""
+        out = _torch.make_subclass(GlobalTensor, template(spec.shape, spec.dtype))
+        out._local = local
+        out._spec = spec
+        return out  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise KernelError(kernel_message(func))
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def is_global(self) -> bool:
+        return True
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def placement(self) -> Placement:
+        return self._spec.placement
+
+    @property
+    def sbp(self) -> tuple[Sbp, ...]:
+        return self._spec.sbp
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._spec.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._spec.shape)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's part (the placement's device type)."""
+        return self._local.device if self._local.numel() or self._local.device.type == self._spec.placement.type else torch.device(self._spec.placement.type)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._local.grad_fn
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._local.retains_grad
+
+    @property
+    def output_nr(self) -> int:  # type: ignore[override]
+        return self._local.output_nr
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return self._local._version
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self._spec.numel
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def is_floating_point(self) -> bool:
+        return self._spec.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self._spec.dtype.is_complex
+
+    def element_size(self) -> int:
+        return self._spec.dtype.itemsize
+
+
+def kernel_message(func: object) -> str:
+    return (
+        f"a global tensor reached the kernel {func} below torch's functions (for example inside a custom torch.autograd.Function or a C++ extension), "
+        "where nobody knows how its parts belong together. Run that code on the local parts instead: "
+        "globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
+    )
