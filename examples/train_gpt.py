@@ -191,8 +191,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--context", type=int, default=128, help="bytes the model looks back")
-    add("--batch", type=int, default=32, help="snippets per step, over all processes")
-    add("--steps", type=int, default=300)
+    add("--batch", type=int, default=16, help="snippets per step, over all processes")
+    add("--steps", type=int, default=600)
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     quiet = rank > 0 or options.no_progress or not sys.stderr.isatty()
     bar = tqdm(total=options.steps, initial=first, unit="step", disable=quiet)
-    since, done = time.perf_counter(), first
+    since, recent = time.perf_counter(), []
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * learning_rate(step, options.steps)
@@ -267,14 +267,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        recent.append(loss.detach())
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
-            losses.append(loss.item())
+            losses.append(torch.stack(recent).mean().item())
             now = time.perf_counter()
-            rate = (step + 1 - done) * options.batch * options.context / (now - since)
-            since, done = now, step + 1
             if rank == 0:
-                report(bar, step + 1, losses[-1], rate)
+                report(bar, step + 1, losses[-1], len(recent) * options.batch * options.context / (now - since))
+            since, recent = now, []
     bar.close()
 
     if options.checkpoint:

@@ -1,0 +1,208 @@
+"""What the benchmarks share: starting the ranks, interleaved timing, and the report.
+
+Machines are noisy, so contenders are never timed one after the other: each round times every contender once, in an order that rotates,
+and what is reported are medians over the rounds. Ratios are medians of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+#: Seconds after which a benchmark's processes are ended, whatever they do.
+LIMIT = 1200.0
+
+Contenders = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT of examples/train_gpt.py and its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+
+    def model(self) -> nn.Module:
+        """The same parameters at every call and on every rank."""
+        from train_gpt import GPT
+
+        torch.manual_seed(0)
+        return GPT(self.layers, self.width, self.heads, self.context)
+
+    def rows(self) -> Tensor:
+        """A batch of text [batch, context + 1], the same on every rank."""
+        from train_gpt import corpus, draw
+
+        return draw(corpus(), self.batch, self.context, 0)
+
+    def __str__(self) -> str:
+        return f"{self.layers} x {self.width}, batch {self.batch} x {self.context}"
+
+
+#: What a training step's time is mostly made of in each: the calls, arithmetic (the size of `make train`), the bytes that ranks exchange.
+SIZES = [Size(4, 64, 4, 32, 4), Size(4, 128, 4, 128, 16), Size(4, 512, 8, 32, 4)]
+QUICK_SIZES = [Size(1, 32, 2, 16, 4)]
+
+
+def training_step(model: nn.Module, rows: Tensor, groups: list[list[Tensor]] | None = None) -> Callable[[], Tensor]:
+    """A function that does one training step -> the loss. ``groups``: the parameters, apart where the optimizer cannot take them together."""
+    from train_gpt import loss_of
+
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups or [list(model.parameters())]], lr=1e-4, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rows)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@dataclass
+class Row:
+    """One case: the seconds of each contender, round by round."""
+
+    case: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    unit: str = "us"
+
+    def median(self, name: str) -> float:
+        """In the row's unit."""
+        return statistics.median(self.seconds[name]) * {"us": 1e6, "ms": 1e3}[self.unit]
+
+    def ratio(self, name: str, to: str) -> float:
+        """Median over the rounds of one contender's time over another's in the same round."""
+        return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[to], strict=True))
+
+    def line(self) -> str:
+        """The row as JSON: case, unit and the median of each contender."""
+        return json.dumps({"case": self.case, "unit": self.unit} | {name: round(self.median(name), 3) for name in self.seconds})
+
+
+def options(description: str, steps: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line that all benchmarks have in common; ``steps`` is the default number of rounds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps, help="rounds; each times every contender once")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: does it run?")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--nproc", type=int, default=2, help="processes, where the benchmark uses several")
+    parser.add_argument("--only", default="", help="only cases whose name holds this text")
+    chosen = parser.parse_args(arguments)
+    if chosen.quick:
+        chosen.steps = min(chosen.steps, 3)
+    return chosen
+
+
+def on_ranks(nproc: int) -> None:
+    """Return in a process that a launcher started; elsewhere start this script on ``nproc`` processes, wait, and exit with their status."""
+    if "RANK" in os.environ:
+        return
+    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), *sys.argv]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, start_new_session=True)
+    try:
+        sys.exit(ranks.wait(LIMIT))
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{Path(sys.argv[0]).name}: no end after {LIMIT:.0f} s")
+    finally:
+        end(ranks)
+
+
+def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, politely first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def interleave(contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds per call of each contender, round by round. All ranks start and end a block together; without ``calls`` a block takes about 20 ms."""
+    together = dist.barrier if dist.is_initialized() and dist.get_backend() == "gloo" else lambda: None
+    for call in contenders.values():
+        for _ in range(warm_up):
+            call()
+    if calls is None:
+        calls = max(1, int(0.02 / max(_block(call, 20, together) for call in contenders.values())))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    gc.collect()
+    gc.freeze()
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(_block(contenders[name], calls, together))
+    gc.unfreeze()
+    return seconds
+
+
+def _block(call: Callable[[], object], calls: int, together: Callable[[], object]) -> float:
+    together()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    together()
+    return (time.perf_counter() - started) / calls
+
+
+def same_losses(contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3) -> None:
+    """Contenders must do the same work: their losses over the first steps agree, or there is nothing to compare."""
+    losses = {name: [step() for _ in range(steps)] for name, step in contenders.items()}
+    (first, want), *others = losses.items()
+    for name, got in others:
+        if any(abs(a - b) > tolerance * abs(b) for a, b in zip(got, want, strict=True)):
+            sys.exit(f"{name} does not do the same work as {first}: its losses are {got}, not {want}")
+
+
+def show(rows: Sequence[Row], as_json: bool, base: str) -> None:
+    """Print the rows: JSON lines, or a table with each contender's ratio of ours to it. ``base`` is the contender that the others are compared with."""
+    if as_json:
+        for row in rows:
+            print(row.line(), flush=True)
+    else:
+        print(table([json.loads(row.line()) for row in rows], {row.case: {n: row.ratio(n, base) for n in row.seconds if base in row.seconds} for row in rows}, base), flush=True)
+
+
+def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]] | None = None, base: str = "") -> str:
+    """Rows as a markdown table that also reads well as text; with ratios, each contender's ratio to ``base`` stands behind its median."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("case", "unit")))
+
+    def cell(row: dict[str, object], name: str) -> str:
+        if name not in row:
+            return "-"
+        ratio = (ratios or {}).get(str(row["case"]), {}).get(name)
+        return f"{row[name]:.1f}" + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
+
+    lines = [["case", "unit", *names], *([str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))) + " |" for line in lines]
+    text.insert(1, "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|")
+    return "\n".join(text)
+
+
+def describe() -> str:
+    """One line on what was measured where."""
+    return f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a process, float32"
