@@ -1,0 +1,576 @@
+"""Functions that rearrange elements: reshape, permute, expand, join, divide, pad, cast.
+
+All of them are linear, and most pass any partial through: the same elements come out. A view stays a view: the local tensor is viewed by the same function.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .notation import Arg, Op, Split
+from .registry import RULES, Rule, rule
+
+__all__ = ["groups", "identity", "passes", "regroup"]
+
+
+def passes(op: Op) -> None:
+    """The elements of all operands come out unchanged: partials of any kind pass through, from all operands together."""
+    op.linear, op.carries = [frozenset(range(len(op.args)))], True
+
+
+def identity(op: Op, x: Arg) -> None:
+    """One result with the dims of ``x``."""
+    op.set(x, range(x.ndim))
+    op.out = [op.dims[x.index]]
+
+
+def on_meta(x: Arg, name: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, shape: Sequence[int] | None = None) -> Any:
+    """What the method ``name`` makes of an empty tensor like ``x``: torch itself resolves -1, negative dims and varargs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device="meta"), name)(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------- reshape
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Cut two shapes of one tensor into runs of dims of equal product -> (from, to) in the old and (from, to) in the new.
+
+    >>> list(groups((2, 6, 5), (12, 1, 5)))
+    [(0, 2, 0, 1), (2, 3, 2, 3)]
+    """
+    if 0 in old:
+        yield from _groups_of_nothing(old, new)
+        return
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and (old[i] == 1) and not (j < len(new) and new[j] == 1):
+            i += 1
+        elif j < len(new) and new[j] == 1 and not (i < len(old) and old[i] == 1):
+            j += 1
+        else:
+            a, b, p, q = i, j, old[i], new[j]
+            i, j = i + 1, j + 1
+            while p != q:
+                if p < q:
+                    p, i = p * old[i], i + 1
+                else:
+                    q, j = q * new[j], j + 1
+            yield a, i, b, j
+
+
+def _groups_of_nothing(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Without elements products say nothing; dims that are equal from either end are the same dims."""
+    front = back = 0
+    while front < min(len(old), len(new)) and old[front] == new[front]:
+        front += 1
+    while back < min(len(old), len(new)) - front and old[-1 - back] == new[-1 - back]:
+        back += 1
+    yield from ((d, d + 1, d, d + 1) for d in range(front))
+    yield from ((len(old) - d, len(old) - d + 1, len(new) - d, len(new) - d + 1) for d in range(back, 0, -1))
+
+
+def regroup(op: Op, x: Arg, shape: Sequence[int]) -> None:
+    """``x`` seen in another shape: the leading dim of each group may be split, in units that end at an element of both shapes."""
+    dims: list[Any] = [None] * x.ndim
+    out: list[Any] = [None] * len(shape)
+    for a, b, c, d in groups(x.shape, shape):
+        inner, outer = math.prod(x.shape[a + 1 : b]), math.prod(shape[c + 1 : d])
+        unit = math.lcm(inner, outer) or 1
+        dims[a] = out[c] = ("group", a)
+        if inner and outer:
+            op.scale[x.index, a], op.scale[~0, c] = unit // inner, unit // outer
+    op.set(x, dims)
+    op.out, op.view = [tuple(out)], True
+    passes(op)
+
+
+def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        result = on_meta(input, name, args, kwargs)
+        if result.dtype != input.dtype:
+            _view_as_dtype(op, input, result)
+            return
+        regroup(op, input, result.shape)
+        op.local = lambda split: lambda input, *args, **kwargs: getattr(input, by)(split.out_shape())
+
+    return describe
+
+
+def _view_as_dtype(op: Op, x: Arg, result: torch.Tensor) -> None:
+    """The same bytes read as another dtype: the last dim shrinks or grows."""
+    identity(op, x)
+    op.view = True
+    if x.ndim and x.shape[-1] != result.shape[-1]:
+        wide, narrow = max(x.dtype.itemsize, result.dtype.itemsize), min(x.dtype.itemsize, result.dtype.itemsize)
+        op.scale[0 if x.dtype.itemsize < result.dtype.itemsize else ~0, x.ndim - 1] = wide // narrow
+
+
+rule("view")(_reshaped("view", by="view"))
+for _name in ("reshape", "flatten", "ravel"):
+    rule(_name)(_reshaped(_name))
+rule("unflatten")(_reshaped("unflatten", by="view"))
+
+
+def _like_another(name: str, function: Callable[[Any, Any], Any]) -> None:
+    # Only the other's shape or dtype matters, so how it lies must not.
+    rule(name)(lambda op, input, other: setattr(op, "composite", function))
+
+
+_like_another("view_as", lambda input, other: input.view(other.shape))
+_like_another("reshape_as", lambda input, other: input.reshape(other.shape))
+_like_another("expand_as", lambda input, other: input.expand(other.shape))
+_like_another("type_as", lambda input, other: input.to(other.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------- one dim to one dim
+
+
+def _permuted(name: str) -> Callable[..., None]:
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        identity(op, input)
+        # Sizes 0, 1, 2, ... tell which dim went where.
+        order = on_meta(input, name, args, kwargs, shape=range(input.ndim)).shape
+        op.out, op.view = [tuple(order)], True
+        passes(op)
+
+    return describe
+
+
+for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "adjoint"]:
+    rule(_name)(_permuted(_name))
+
+
+def _getter(name: str) -> None:
+    function = getattr(torch.Tensor, name).__get__
+
+    def describe(op: Op, x: Arg) -> None:
+        identity(op, x)
+        dims = list(range(x.ndim))
+        if name in ("mT", "mH"):
+            dims[-2:] = dims[:-3:-1]
+        else:
+            dims.reverse()
+        op.out, op.view = [tuple(dims)], True
+        passes(op)
+
+    RULES[function] = Rule(name, describe)
+
+
+for _name in ("T", "mT", "H", "mH"):
+    _getter(_name)
+
+
+@rule("squeeze")
+def _squeeze(op: Op, input: Arg, dim: Any = None, *more: int) -> None:
+    named = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim, *more)
+    gone = {input.dim(d) for d in named} & {d for d, n in enumerate(input.shape) if n == 1}
+    op.set(input, [None if d in gone else d for d in range(input.ndim)])
+    op.out, op.view = [tuple(d for d in range(input.ndim) if d not in gone)], True
+    passes(op)
+    # A part may have dims of size 1 that the whole has not.
+    op.local = lambda split: lambda input, *args, **kwargs: input.squeeze(tuple(gone))
+
+
+@rule("unsqueeze")
+def _unsqueeze(op: Op, input: Arg, dim: int) -> None:
+    identity(op, input)
+    d = dim % (input.ndim + 1)
+    op.out, op.view = [(*range(d), None, *range(d, input.ndim))], True
+    passes(op)
+
+
+@rule(["expand", "broadcast_to"])
+def _expand(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    shape = on_meta(input, "expand", args or (kwargs["size"],)).shape
+    lead = len(shape) - input.ndim
+    op.set(input, [d if n == shape[lead + d] else None for d, n in enumerate(input.shape)])
+    op.out, op.view = [((None,) * lead + op.dims[input.index])], True
+    passes(op)
+    op.local = lambda split: lambda input, *args, **kwargs: input.expand(split.out_shape())
+
+
+@rule(["contiguous", "clone"])
+def _same(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    identity(op, input)
+    passes(op)
+
+
+@rule([torch.Tensor.detach, torch.detach])
+def _detach(op: Op, input: Arg) -> None:
+    _same(op, input)
+    op.view = True
+
+
+# ---------------------------------------------------------------------------------------------------------------- repeat
+
+
+def _repeated(op: Op, x: Arg, times: Sequence[int]) -> None:
+    times = (1,) * (x.ndim - len(times)) + tuple(times)
+    lead = len(times) - x.ndim
+    op.set(x, [d if times[lead + d] == 1 else None for d in range(x.ndim)])
+    op.out = [((None,) * lead + op.dims[x.index])]
+    passes(op)
+
+
+@rule(["repeat", "tile"])
+def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    times = args or next(iter(kwargs.values()))
+    _repeated(op, input, times[0] if isinstance(times[0], (tuple, list)) else times)
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(op: Op, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
+    if not isinstance(repeats, int):
+        raise TypeError("repeats that differ from element to element need the whole tensor")
+    if dim is None and input.ndim != 1:
+        op.composite = lambda input, repeats, dim=None, **kwargs: input.flatten().repeat_interleave(repeats, 0)
+        return
+    d = 0 if dim is None else input.dim(dim)
+    identity(op, input)
+    op.scale[~0, d] = repeats or 1
+    if not repeats:
+        op.whole.add(d)
+    op.local = lambda split: lambda input, *args, **kwargs: input.repeat_interleave(repeats, d)
+    passes(op)
+
+
+# ---------------------------------------------------------------------------------------------------------------- join
+
+
+@rule(["cat", "concat", "concatenate"])
+def _cat(op: Op, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None) -> None:
+    n = max(t.ndim for t in tensors)
+    d = (dim if axis is None else axis) % n
+    for t in tensors:
+        # torch lets an empty 1-dim tensor stand among tensors of more dims.
+        op.set(t, [None if k == d else k for k in range(n)] if t.ndim == n else [None])
+    op.out = [tuple(None if k == d else k for k in range(n))]
+    passes(op)
+
+
+@rule("stack")
+def _stack(op: Op, tensors: Sequence[Arg], dim: int = 0) -> None:
+    for t in tensors:
+        op.set(t, range(t.ndim))
+    n = tensors[0].ndim
+    d = dim % (n + 1)
+    op.out = [(*range(d), None, *range(d, n))]
+    passes(op)
+
+
+def _stacked(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -> None:
+    def run(tensors: Sequence[Any]) -> Any:
+        lifted = [lift(t) for t in tensors]
+        return torch.cat(lifted, dim(lifted[0]))
+
+    def describe(op: Op, tensors: Sequence[Arg]) -> None:
+        op.composite = run
+
+    rule(name)(describe)
+
+
+def _at_least(x: Any, n: int) -> Any:
+    """``atleast_1d/2d/3d`` by reshape."""
+    shape = tuple(x.shape)
+    if len(shape) >= n:
+        return x
+    if n == 3:
+        return x.reshape(*shape, 1) if len(shape) == 2 else x.reshape(1, -1 if shape else 1, 1)
+    return x.reshape((1,) * (n - len(shape)) + shape)
+
+
+_stacked("hstack", lambda t: _at_least(t, 1), lambda t: 0 if t.ndim == 1 else 1)
+for _name in ("vstack", "row_stack"):
+    _stacked(_name, lambda t: _at_least(t, 2), lambda t: 0)
+_stacked("dstack", lambda t: _at_least(t, 3), lambda t: 2)
+_stacked("column_stack", lambda t: t.reshape(-1, 1) if t.ndim < 2 else t, lambda t: 1)
+
+
+def _at_least_rule(n: int) -> None:
+    def run(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+            tensors = tuple(tensors[0])
+        found = tuple(_at_least(t, n) for t in tensors)
+        return found[0] if len(found) == 1 else found
+
+    rule(f"atleast_{n}d")(lambda op, *tensors: setattr(op, "composite", run))
+
+
+for _n in (1, 2, 3):
+    _at_least_rule(_n)
+
+
+@rule("block_diag")
+def _block_diag(op: Op, *tensors: Arg) -> None:
+    op.out = [(None, None)]
+    passes(op)
+
+
+@rule(torch.broadcast_tensors)
+def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
+    def run(*tensors: Any) -> Any:
+        these = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+        shape = torch.broadcast_shapes(*[t.shape for t in these])
+        return tuple(t.expand(shape) for t in these)
+
+    op.composite = run
+
+
+@rule(torch.meshgrid)
+def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
+    def run(*tensors: Any, indexing: str | None = None) -> Any:
+        these = list(tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors)
+        swap = indexing == "xy" and len(these) > 1
+        if swap:
+            these[:2] = these[1::-1]
+        sizes = [t.numel() for t in these]
+        grids = [t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes) for i, (t, n) in enumerate(zip(these, sizes, strict=True))]
+        if swap:
+            grids = [g.transpose(0, 1) for g in grids]
+            grids[:2] = grids[1::-1]
+        return tuple(grids)
+
+    op.composite = run
+
+
+# ---------------------------------------------------------------------------------------------------------------- divide
+
+
+def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
+    """Several results that cut ``x`` along one dim; the cut dim stays whole."""
+
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        results = on_meta(input, name, args, kwargs)
+        d = dim_of(input, *args, **kwargs)
+        op.set(input, [None if k == d else k for k in range(input.ndim)])
+        one = op.dims[input.index]
+        op.out = [tuple(one[k] for k in range(input.ndim) if name != "unbind" or k != d)] * len(results)
+        op.view = True
+        passes(op)
+
+    return describe
+
+
+def _dim_after(x: Arg, sizes: Any = None, dim: int = 0, **kwargs: Any) -> int:
+    if isinstance(sizes, Arg):
+        raise TypeError("the places to cut are data")
+    return x.dim(dim)
+
+
+for _name in ["split", "split_with_sizes", "chunk", "tensor_split"]:
+    rule(_name)(_divided(_name, _dim_after))
+rule("unbind")(_divided("unbind", lambda x, dim=0: x.dim(dim)))
+rule("hsplit")(_divided("hsplit", lambda x, *a, **k: 0 if x.ndim == 1 else 1))
+rule("vsplit")(_divided("vsplit", lambda x, *a, **k: 0))
+rule("dsplit")(_divided("dsplit", lambda x, *a, **k: 2))
+
+
+@rule("narrow")
+def _narrow(op: Op, input: Arg, dim: int, start: int, length: int) -> None:
+    if isinstance(start, Arg):
+        raise TypeError("the start is data")
+    d = input.dim(dim)
+    kept = input.shape[d] == length
+    op.set(input, [None if k == d and not kept else k for k in range(input.ndim)])
+    op.out, op.view = [op.dims[input.index]], True
+    passes(op)
+    if kept:
+        op.local = lambda split: lambda input, *args, **kwargs: input.view(input.shape)
+
+
+def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
+    """Element ``at`` of dim ``d`` with the dim kept; zeros where ``at`` lies outside. Always connected to ``x``, as its backward may communicate."""
+    here = 0 <= at < x.shape[d]
+    return x.narrow(d, at if here else 0, int(here)).sum(d, keepdim=True, dtype=x.dtype)
+
+
+@rule("select")
+def _select(op: Op, input: Arg, dim: int, index: int) -> None:
+    if isinstance(index, Arg):
+        raise TypeError("the index is data")
+    d = input.dim(dim)
+    identity(op, input)
+    op.out, op.view = [tuple(k for k in range(input.ndim) if k != d)], True
+    # The rank that has the element contributes it, the others zeros.
+    op.reduce = {d: "max" if input.dtype == torch.bool else "sum"}
+    passes(op)
+    at = index % input.shape[d]
+
+    def local(split: Split) -> Callable[..., torch.Tensor]:
+        if not split.is_split(d):
+            return lambda input, *args, **kwargs: input.select(d, at)
+        offset, _ = split.box(d)
+        return lambda input, *args, **kwargs: own(input, d, at - offset).squeeze(d)
+
+    op.local = local
+
+
+def _diagonals(op: Op, input: Arg, first: int, second: int) -> None:
+    gone = {input.dim(first), input.dim(second)}
+    op.set(input, [None if k in gone else k for k in range(input.ndim)])
+    op.out, op.view = [(*[k for k in range(input.ndim) if k not in gone], None)], True
+    passes(op)
+
+
+rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, dim1, dim2))
+RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, dim1, dim2))
+
+
+@rule("diag")
+def _diag(op: Op, input: Arg, diagonal: int = 0) -> None:
+    op.out = [(None,) * (3 - input.ndim)]
+    passes(op)
+
+
+@rule("diag_embed")
+def _diag_embed(op: Op, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> None:
+    n = input.ndim + 1
+    new = {dim1 % n, dim2 % n}
+    op.set(input, [*range(input.ndim - 1), None])
+    rest = iter(range(input.ndim - 1))
+    op.out = [tuple(None if k in new else next(rest) for k in range(n))]
+    passes(op)
+
+
+# ---------------------------------------------------------------------------------------------------------------- triangles, flips, windows
+
+
+def _triangle(name: str) -> None:
+    @rule(name)
+    def describe(op: Op, input: Arg, diagonal: int = 0) -> None:
+        identity(op, input)
+        passes(op)
+        rows, columns = input.ndim - 2, input.ndim - 1
+
+        def local(split: Split) -> Callable[..., torch.Tensor]:
+            shifted = diagonal + split.box(rows)[0] - split.box(columns)[0]
+            return lambda input, *args, **kwargs: getattr(torch, name)(input, shifted)
+
+        op.local = local
+
+
+_triangle("tril")
+_triangle("triu")
+
+
+def _moved_within(op: Op, x: Arg, dims: Sequence[int]) -> None:
+    """Elements change places along ``dims``, which stay whole."""
+    moved = {x.dim(d) for d in dims}
+    op.set(x, [None if k in moved else k for k in range(x.ndim)])
+    op.out = [op.dims[x.index]]
+    passes(op)
+
+
+def _as_tuple(dims: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
+    return tuple(dims) if isinstance(dims, (tuple, list)) else (dims, *more)
+
+
+rule("flip")(lambda op, input, dims, *more: _moved_within(op, input, _as_tuple(dims, more)))
+rule("fliplr")(lambda op, input: _moved_within(op, input, (1,)))
+rule("flipud")(lambda op, input: _moved_within(op, input, (0,)))
+rule("rot90")(lambda op, input, k=1, dims=(0, 1): _moved_within(op, input, dims if k % 4 else ()))
+
+
+@rule("roll")
+def _roll(op: Op, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
+    _moved_within(op, input, _as_tuple(dims, more) if dims not in (None, (), []) else range(input.ndim))
+
+
+@rule([torch.Tensor.unfold])
+def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
+    d = input.dim(dimension)
+    op.set(input, [None if k == d else k for k in range(input.ndim)])
+    op.out, op.view = [(*op.dims[input.index], None)], True
+    passes(op)
+
+
+@rule("as_strided")
+def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
+    op.out, op.view = [(None,) * len(size)], True
+    passes(op)
+
+
+@rule([F.pad, torch.constant_pad_nd])
+def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
+    if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
+        mode, value = "constant", mode
+    padded = {input.ndim - 1 - k // 2 for k, n in enumerate(pad) if n}
+    op.set(input, [None if k in padded else k for k in range(input.ndim)])
+    op.out = [op.dims[input.index]]
+    if mode != "constant" or not value:
+        passes(op)
+    # The other modes refuse empty parts, which have nothing to reflect.
+    op.local = lambda split: lambda input, *args, **kwargs: F.pad(input, pad, mode if input.numel() else "constant", value)
+
+
+@rule([F.pixel_shuffle])
+def _pixel_shuffle(op: Op, input: Arg, upscale_factor: int) -> None:
+    identity(op, input)
+    n, r = input.ndim, upscale_factor
+    op.scale = {(0, n - 3): r * r, (~0, n - 2): r, (~0, n - 1): r}
+    passes(op)
+    op.local = _unless_empty(lambda input: F.pixel_shuffle(input, r))
+
+
+@rule([F.pixel_unshuffle])
+def _pixel_unshuffle(op: Op, input: Arg, downscale_factor: int) -> None:
+    identity(op, input)
+    n, r = input.ndim, downscale_factor
+    op.scale = {(~0, n - 3): r * r, (0, n - 2): r, (0, n - 1): r}
+    passes(op)
+    op.local = _unless_empty(lambda input: F.pixel_unshuffle(input, r))
+
+
+def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Split], Callable[..., torch.Tensor]]:
+    """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is one)."""
+    return lambda split: lambda input, *args, **kwargs: function(input) if input.numel() else input.reshape(split.out_shape())
+
+
+@rule([F.channel_shuffle])
+def _channel_shuffle(op: Op, input: Arg, groups: int) -> None:
+    _moved_within(op, input, (1,))
+
+
+# ---------------------------------------------------------------------------------------------------------------- casts
+
+CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64,
+    "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128,
+}  # fmt: skip
+
+
+def _cast(op: Op, x: Arg, to: torch.dtype) -> None:
+    identity(op, x)
+    if x.dtype == to:
+        passes(op)
+    elif (x.dtype.is_floating_point or x.dtype.is_complex) and (to.is_floating_point or to.is_complex) and (to.is_complex or not x.dtype.is_complex):
+        op.linear = [frozenset([0])]
+
+
+for _name, _to in CASTS.items():
+    rule([getattr(torch.Tensor, _name)])(lambda op, input, to=_to, **kwargs: _cast(op, input, to))
+
+
+@rule([torch.Tensor.to, torch.Tensor.type])
+def _to(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    if len(op.args) > 1:
+        op.composite = _to_other
+        return
+    wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    named = [a.rpartition(".")[2] for a in args if isinstance(a, str) and a.endswith("Tensor")]
+    if named:
+        wanted = [CASTS[named[0].removesuffix("Tensor").lower()]]
+    _cast(op, input, wanted[0] if wanted else input.dtype)
+
+
+def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    return input.to(other.dtype, *args, **kwargs)
+

@@ -1,0 +1,153 @@
+"""Views and rearrangements: every signature against plain torch, forward and gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracle import check
+
+import globaltensor.rules.views
+from globaltensor.rules.views import groups
+
+T = torch.Tensor
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("view divides", T.view, (x(12), 4, 3)),
+    ("view divides unevenly", T.view, (x(5, 6), 5, 2, 3)),
+    ("view infers", T.view, (x(5, 6), (-1,))),
+    ("view size", T.view, (x(5, 6), torch.Size((5, 1, 6)))),
+    ("view of nothing", T.view, (x(0, 4), 0, 2, 2)),
+    ("view to nothing", T.reshape, (x(3, 0, 2), (0,))),
+    ("view scalar", T.view, (x(), 1, 1)),
+    ("view to scalar", T.view, (x(1, 1), ())),
+    ("view ones", T.view, (x(1, 6), 1, 2, 3)),
+    ("view as dtype", T.view, (torch.arange(10).view(5, 2), torch.int32)),
+    ("view as wider dtype", T.view, (torch.arange(12, dtype=torch.int32).view(3, 4), torch.int64)),
+    ("merge", torch.reshape, (x(5, 3, 2), (15, 2))),
+    ("regroup", torch.reshape, (x(4, 6), (6, 4))),
+    ("regroup coprime", torch.reshape, (x(3, 10), (5, 6))),
+    ("heads", T.view, (x(3, 5, 12), 3, 5, 4, 3)),
+    ("flatten", torch.flatten, (x(5, 2, 3),)),
+    ("flatten some", T.flatten, (x(5, 2, 3, 2), 1, -2)),
+    ("ravel", torch.ravel, (x(5, 3),)),
+    ("unflatten", torch.unflatten, (x(5, 12), 1, (3, -1))),
+    ("transpose", torch.transpose, (x(5, 3, 2), 0, -1)),
+    ("swapaxes", T.swapaxes, (x(5, 3), 0, 1)),
+    ("t", T.t, (x(5, 3),)),
+    ("t of a vector", torch.t, (x(5),)),
+    ("permute", T.permute, (x(5, 3, 2), 2, 0, 1)),
+    ("permute tuple", torch.permute, (x(5, 3, 2), (1, 2, 0))),
+    ("movedim", torch.movedim, (x(5, 3, 2), 0, 2)),
+    ("T", T.T.__get__, (x(5, 3),)),
+    ("mT", T.mT.__get__, (x(2, 5, 3),)),
+    ("mH", T.mH.__get__, (x(2, 5, 3),)),
+    ("H", T.H.__get__, (x(5, 3),)),
+    ("adjoint", torch.adjoint, (x(2, 5, 3),)),
+    ("squeeze", torch.squeeze, (x(5, 1, 2, 1),)),
+    ("squeeze dim", T.squeeze, (x(2, 1, 5), 0)),
+    ("squeeze dims", T.squeeze, (x(1, 3, 1), (0, 1))),
+    ("unsqueeze", torch.unsqueeze, (x(5, 3), -1)),
+    ("expand", T.expand, (x(5, 1, 3), 2, -1, 4, 3)),
+    ("expand scalar", T.expand, (x(), (3,))),
+    ("broadcast_to", torch.broadcast_to, (x(5, 1), (2, 5, 4))),
+    ("contiguous", T.contiguous, (x(5, 3),)),
+    ("clone", torch.clone, (x(5, 3),)),
+    ("repeat", T.repeat, (x(5, 3), 2, 1, 2)),
+    ("tile", torch.tile, (x(5, 3), (2,))),
+    ("tile more", T.tile, (x(3), 2, 1)),
+    ("repeat_interleave", torch.repeat_interleave, (x(5, 3), 2, 0)),
+    ("repeat_interleave of one dim", T.repeat_interleave, (x(5), 3)),
+    ("cat", torch.cat, ([x(5, 3), x(2, 3)], 0)),
+    ("cat last", torch.cat, ([x(5, 3), x(5, 1), x(5, 2)], -1)),
+    ("cat with nothing", torch.cat, ([x(0), x(5, 3)], 1)),
+    ("stack", torch.stack, ([x(5, 3), x(5, 3)], 1)),
+    ("block_diag", torch.block_diag, (x(2, 3), x(3, 1))),
+    ("split", torch.split, (x(5, 6), 2)),
+    ("split list", T.split, (x(5, 6), [1, 5], 1)),
+    ("split_with_sizes", torch.split_with_sizes, (x(5, 6), [1, 5], 1)),
+    ("chunk", torch.chunk, (x(5, 6), 3, -1)),
+    ("tensor_split", torch.tensor_split, (x(7, 3), 3)),
+    ("unbind", torch.unbind, (x(3, 5), 1)),
+    ("hsplit", torch.hsplit, (x(3, 6), 2)),
+    ("narrow", torch.narrow, (x(5, 3), 0, 1, 3)),
+    ("narrow all", T.narrow, (x(5, 3), 0, 0, 5)),
+    ("select", torch.select, (x(5, 3), 0, -2)),
+    ("select bool", T.select, (x(5, 3) > 0, 0, 3)),
+    ("select one", T.select, (x(1, 3), 0, 0)),
+    ("diagonal", torch.diagonal, (x(3, 4, 2), 1)),
+    ("linalg.diagonal", torch.linalg.diagonal, (x(3, 4, 5),)),
+    ("diag", torch.diag, (x(4),)),
+    ("diag_embed", torch.diag_embed, (x(3, 4),)),
+    ("tril", torch.tril, (x(5, 6), 1)),
+    ("triu batch", T.triu, (x(2, 3, 3), -1)),
+    ("flip", torch.flip, (x(5, 3), [0])),
+    ("flip varargs", T.flip, (x(5, 3, 2), 0, 2)),
+    ("fliplr", torch.fliplr, (x(5, 3),)),
+    ("flipud", torch.flipud, (x(5, 3),)),
+    ("roll", torch.roll, (x(5, 3), 2, 0)),
+    ("roll flat", T.roll, (x(5, 3), 2)),
+    ("rot90", torch.rot90, (x(5, 3, 2), 1, [0, 1])),
+    ("rot90 none", torch.rot90, (x(5, 3), 4)),
+    ("unfold", T.unfold, (x(5, 7), 1, 3, 2)),
+    ("as_strided", torch.as_strided, (x(12), (3, 2), (4, 1))),
+    ("pad", F.pad, (x(5, 3), (1, 2))),
+    ("pad value", F.pad, (x(5, 3), (1, 2, 0, -1), "constant", 2.0)),
+    ("pad reflect", F.pad, (x(5, 3, 4), (1, 2), "reflect")),
+    ("pad circular", F.pad, (x(2, 3, 4, 4), (1, 2, 0, 1), "circular")),
+    ("constant_pad_nd", torch.constant_pad_nd, (x(5, 3), (1, 0), 1.0)),
+    ("pixel_shuffle", F.pixel_shuffle, (x(2, 8, 3, 2), 2)),
+    ("pixel_unshuffle", F.pixel_unshuffle, (x(2, 2, 6, 4), 2)),
+    ("float", T.float, (x(5, 3).round(),)),
+    ("double", T.double, (x(5, 3),)),
+    ("bool", T.bool, (x(5, 3),)),
+    ("to", T.to, (x(5, 3), torch.float64)),
+    ("to int", T.to, (x(5, 3), torch.int32)),
+    ("type", T.type, (x(5, 3), torch.float64)),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert check(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "signature"),
+    [
+        (T.view, (x(5, 6), 5, 2, 3), "S(1) -> S(1)"),
+        (T.view, (x(5, 6), 30), "S(0) -> S(0)/6"),
+        (T.reshape, (x(4, 6), (6, 4)), "S(0) -> S(0)"),
+        (T.reshape, (x(8, 6), (12, 4)), "S(0) -> S(0)"),
+        (T.select, (x(5, 3), 0, 1), "S(0) -> P"),
+        (torch.cat, ([x(5, 3), x(5, 3)], 1), "S(0) S(0) -> S(0)"),
+        (torch.stack, ([x(5, 3), x(5, 3)], 0), "P P -> P"),
+        (torch.unbind, (x(2, 5), 0), "S(1) -> S(0) S(0)"),
+        (T.tril, (x(5, 6),), "S(1) -> S(1)"),
+        (F.pixel_shuffle, (x(2, 8, 3, 2), 2), "S(2) -> S(2)/2"),
+    ],
+)
+def test_keeps_split(function: Callable[..., Any], args: tuple[Any, ...], signature: str) -> None:
+    assert signature in check(function, *args, grids=[(2,)], most=100)
+
+
+def test_groups() -> None:
+    assert list(groups((2, 3, 4), (6, 4))) == [(0, 2, 0, 1), (2, 3, 1, 2)]
+    assert list(groups((1, 4), (4, 1))) == [(1, 2, 0, 1)]
+    assert list(groups((0, 4), (0, 2, 2))) == [(0, 1, 0, 1)]
+    assert list(groups((), (1, 1))) == []
+
+
+def test_uneven_view_stays_a_view() -> None:
+    assert globaltensor.rules.views.own(torch.arange(6.0).view(2, 3), 0, 5).tolist() == [[0.0, 0.0, 0.0]]
