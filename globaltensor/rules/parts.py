@@ -1,0 +1,109 @@
+"""What the rules of several families share: reading arguments as torch does, describing reductions, and parts that hold no element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .notation import Arg, Dims, Factor, Op, Split
+from .registry import RULES, Rule
+
+__all__ = ["canonical", "dims_of", "kept", "operands", "reduced", "register", "split_in", "unless_empty", "zeros_connected"]
+
+
+def canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords as torch names them: it takes NumPy's ``axis`` and ``keepdims`` as well."""
+    return {{"axis": "dim", "keepdims": "keepdim", "x": "input", "A": "input"}.get(k, k): v for k, v in kwargs.items() if k != "out"}
+
+
+def dims_of(x: Any, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The dims that ``dim`` names, from the front; None and an empty list name all of them."""
+    n = max(x.ndim, 1)
+    if dim is None or (not isinstance(dim, int) and not len(dim)):
+        return tuple(range(x.ndim))
+    return tuple(sorted({_dim(d, n) for d in ([dim] if isinstance(dim, int) else dim)}))
+
+
+def _dim(d: int, n: int) -> int:
+    if not -n <= d < n:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+    return d % n
+
+
+def kept(names: Sequence[Factor | None], dims: Sequence[int], keepdim: bool) -> Dims:
+    """The dims that a reduction over ``dims`` leaves of ``names``."""
+    return tuple(None if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims)
+
+
+def reduced(op: Op, x: Arg, dims: Sequence[int], keepdim: bool, kind: str | None, results: int = 1) -> None:
+    """Describe a reduction of ``x`` over ``dims``: partial results of this kind, or, where it is None, dims that must be whole."""
+    names = tuple(range(x.ndim))
+    op.set(x, names)
+    op.out = [kept(names, dims, keepdim)] * results
+    if kind is None:
+        op.whole = {d for d in dims if d < x.ndim}
+    else:
+        op.reduce = {d: kind for d in dims if d < x.ndim}
+
+
+def operands(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors of a call, in the order in which a rule sees them."""
+    found: list[Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (tuple, list)):
+            found += operands(a, {})
+    return found
+
+
+def split_in(x: Any, dims: Sequence[int]) -> bool:
+    """Whether some axis splits one of these dims of an operand."""
+    return any(x.is_split(d) for d in dims if d < x.ndim)
+
+
+def register(function: Any, describe: Callable[..., None]) -> None:
+    """Declare the rule of one function object, where names would mean several functions of different arguments."""
+    RULES[function] = Rule(getattr(function, "__name__", str(function)), describe)
+
+
+class _Zeros(torch.autograd.Function):
+    """What a part that holds nothing computes."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *inputs: Tensor) -> Tensor:
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        zeros = [torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs]
+        return (None, None, None, *zeros)
+
+
+def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
+    """Zeros that depend on ``inputs`` in the graph, with gradients of zero."""
+    return _Zeros.apply(shape, dtype, inputs[0].device, *inputs)  # type: ignore[no-any-return]
+
+
+def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:
+    """A ``local`` for kernels that refuse empty operands: where this rank has no element of some operand, zeros that stay in the graph."""
+    before = op.local
+
+    def local(split: Split) -> Callable[..., Any]:
+        run = before(split) if before is not None else function
+        assert run is not None
+        if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
+            return run
+        shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
+
+        def empty(*args: Any, **kwargs: Any) -> Any:
+            made = [zeros_connected(shape, dtype, operands(args, kwargs)) for shape, dtype in shapes]
+            return made[0] if len(made) == 1 else tuple(made)
+
+        return empty
+
+    return local
