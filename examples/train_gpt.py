@@ -169,11 +169,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], d
 
 
 @torch.no_grad()
-def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: float, seed: int, make_global: Callable[[Tensor], Tensor]) -> Iterator[int]:
+def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: float, seed: int, feed: Callable[[Tensor], Tensor]) -> Iterator[int]:
     """Sample byte after byte from the trained model; the window [context] slides along. All ranks draw the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
-        logits = torch.from_numpy(model(make_global(prompt[None]))[0, -1].cpu().numpy()).double()
+        logits = torch.from_numpy(model(feed(prompt[None]))[0, -1].cpu().numpy()).double()
         byte = logits.argmax() if temperature == 0 else torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)[0]
         prompt = torch.cat([prompt[1:], byte[None]])
         yield int(byte)
@@ -217,77 +217,81 @@ def learning_rate(step: int, steps: int) -> float:
     return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def report(bar: tqdm[Any], step: int, loss: float, rate: float) -> None:
-    """To the bar where there is one, else a line of text."""
-    if bar.disable:
-        print(f"step {step:5d}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
-    else:
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s")
-
-
-def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train as the arguments say -> the losses reported, the validation loss last."""
-    options = parse(arguments)
-    rank = flow.env.get_rank()
-    if options.parallel == "single" and rank > 0:
-        return []
-    device = torch.device(options.device, flow.env.get_local_rank() if options.device == "cuda" else None)
-    torch.manual_seed(options.seed)
-    model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))
-    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else None
-    if saved:
-        model.load_state_dict(saved["model"])
-
+def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -> Callable[..., Tensor]:
+    """Spread the model as the options say -> what makes a plain tensor its input: laid out as the batch, or with ``whole`` the same on all ranks."""
     if options.parallel == "single":
-        make_global = shared = lambda tensor: tensor.to(device)  # noqa: E731
-    else:
-        parallel, placement = PARALLEL[options.parallel], placement_of(options)
-        spread(model, parallel, placement)
-        shared = lambda tensor: tensor.to(device).to_global(placement, [B] * placement.axes, check_meta=False)  # noqa: E731
-        make_global = lambda tensor: shared(tensor).to_global(sbp=parallel.batch)  # noqa: E731
+        return lambda tensor, whole=False: tensor.to(device)
+    parallel, placement = PARALLEL[options.parallel], placement_of(options)
+    spread(model, parallel, placement)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    if saved:
-        restore_optimizer(optimizer, saved["optimizer"], device)
-    text = corpus()
-    training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
-    first, losses = saved["step"] if saved else 0, []
-    if rank == 0:
-        size = sum(p.numel() for p in model.parameters())
-        print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {1 if options.parallel == 'single' else flow.env.get_world_size()} process(es)", flush=True)
+    def feed(tensor: Tensor, whole: bool = False) -> Tensor:
+        # All ranks have drawn the same numbers, so there is nothing to check: each keeps its share.
+        tensor = tensor.to(device).to_global(placement, [B] * placement.axes, check_meta=False)
+        return tensor if whole else tensor.to_global(sbp=parallel.batch)
 
-    quiet = rank > 0 or options.no_progress or not sys.stderr.isatty()
-    bar = tqdm(total=options.steps, initial=first, unit="step", disable=quiet)
-    since, recent = time.perf_counter(), []
+    return feed
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable[[int], Tensor], first: int, options: argparse.Namespace) -> list[float]:
+    """The steps from ``first`` on -> the mean losses reported, one for each --log-every steps."""
+    loud = flow.env.get_rank() == 0
+    bar = tqdm(total=options.steps, initial=first, unit="step", disable=not loud or options.no_progress or not sys.stderr.isatty())
+    losses, recent, since = [], [], time.perf_counter()
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * learning_rate(step, options.steps)
         optimizer.zero_grad()
-        loss = loss_of(model, make_global(draw(training, options.batch, options.context, options.seed + step)))
+        loss = loss_of(model, batch_of(step))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         recent.append(loss.detach())
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
-            losses.append(torch.stack(recent).mean().item())
-            now = time.perf_counter()
-            if rank == 0:
-                report(bar, step + 1, losses[-1], len(recent) * options.batch * options.context / (now - since))
-            since, recent = now, []
+            losses.append(torch.stack(recent).mean().item())  # collective: on every rank, though only one tells
+            rate = len(recent) * options.batch * options.context / (time.perf_counter() - since)
+            recent, since = [], time.perf_counter()
+            bar.set_postfix_str(f"loss {losses[-1]:.4f}, {rate:,.0f} tokens/s")
+            if loud and bar.disable:
+                print(f"step {step + 1:5d}  loss {losses[-1]:.4f}  {rate:,.0f} tokens/s", flush=True)
     bar.close()
+    return losses
 
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Train as the arguments say -> the losses reported, the validation loss last."""
+    options = parse(arguments)
+    loud = flow.env.get_rank() == 0
+    if options.parallel == "single" and not loud:
+        return []
+    device = torch.device(options.device, flow.env.get_local_rank() if options.device == "cuda" else None)
+    torch.manual_seed(options.seed)
+    model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))
+    text = corpus()
+    training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
+    if loud:
+        size, processes = sum(p.numel() for p in model.parameters()), 1 if options.parallel == "single" else flow.env.get_world_size()
+        print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {processes} process(es)", flush=True)
+
+    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else {"step": 0}
+    if options.resume:
+        model.load_state_dict(saved["model"])
+    feed = place(model, options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if options.resume:
+        restore_optimizer(optimizer, saved["optimizer"], device)
+    losses = train(model, optimizer, lambda step: feed(draw(training, options.batch, options.context, options.seed + step)), saved["step"], options)
     if options.checkpoint:
         save(options.checkpoint, model, optimizer, options.steps)
+
     with torch.no_grad():
-        held_out = [loss_of(model, make_global(draw(validation, options.batch, options.context, -1 - i))).item() for i in range(4)]
+        held_out = [loss_of(model, feed(draw(validation, options.batch, options.context, options.seed - 1 - i))).item() for i in range(4)]
     losses.append(sum(held_out) / len(held_out))
-    if rank == 0:
-        print(f"validation loss {losses[-1]:.4f} nats/byte", flush=True)
     prompt = draw(validation, 1, options.context - 1, options.seed)[0]
-    sampled = bytes(continuation(model, prompt, options.sample, options.temperature, options.seed, shared))
-    if rank == 0 and sampled:
-        print(f"--- after\n{bytes(prompt.tolist()).decode(errors='replace')}\n--- the model writes\n{sampled.decode(errors='replace')}", flush=True)
+    sampled = bytes(continuation(model, prompt, options.sample, options.temperature, options.seed, lambda ids: feed(ids, whole=True)))
+    if loud:
+        before, after = (bytes(part).decode(errors="replace") for part in (prompt.tolist(), sampled))
+        print(f"validation loss {losses[-1]:.4f} nats/byte\n--- after\n{before}\n--- the model writes\n{after}", flush=True)
     return losses
 
 
