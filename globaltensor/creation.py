@@ -1,0 +1,311 @@
+"""Creation: torch's functions that make tensors, with ``placement=`` and ``sbp=``; their ``_like`` forms and ``new_`` methods on global tensors.
+
+Sizes are global. A rank makes its own part only, where the values allow (constants, eye, integer ranges); short tensors that are computed (linspace,
+windows) are computed whole on every rank, so that they are torch's to the bit. Without ``placement`` and ``sbp`` these are torch's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from . import dispatch, random
+from .convert import check_placement
+from .distributed.world import world
+from .errors import PlacementError, SbpError
+from .placement import Placement
+from .random import Fill, draw, filled, part
+from .sbp import Sbp, broadcast
+from .spec import Spec
+from .wrapper import GlobalTensor, placeholder
+
+Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
+
+# ---------------------------------------------------------------------------------------------------------------- this rank's part
+
+
+def _constant(value: Callable[..., Tensor]) -> Make:
+    """A tensor whose part is made like the whole: ``value(shape, dtype=, device=)``, given the call's further arguments."""
+
+    def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        rank = world().rank
+        if spec.placement.coordinate(rank) is None:
+            return placeholder(spec)
+        local = value(spec.local_shape(rank), args, kwargs, dtype=spec.dtype, device=world().device(spec.placement.type))
+        return random.masked(local, spec)
+
+    return make
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _full(shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Tensor:
+    return torch.full(shape, _argument(args, kwargs, 1, "fill_value"), **options)
+
+
+def _whole(name: str) -> Make:
+    """Computed whole on every rank, which keeps its part."""
+
+    def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if spec.placement.coordinate(world().rank) is None:
+            return placeholder(spec)
+        return part(getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type)), spec)
+
+    return make
+
+
+def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    local = MAKE["zeros"](spec, (), {})
+    if local.dim() == 2:
+        (row, column), _ = spec.box(world().rank)
+        local.diagonal(row - column).fill_(1)
+        random.masked(local, spec)
+    return local
+
+
+def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    rank = world().rank
+    numbers = [*args, *(kwargs[k] for k in ("start", "end", "step") if k in kwargs)]
+    # Only whole numbers are the same when counted from another start: torch's vectorised float ranges round by position.
+    if spec.dtype.is_floating_point or not all(type(a) is int for a in numbers) or spec.placement.coordinate(rank) is None:
+        return _whole("arange")(spec, args, kwargs)
+    if "end" in kwargs:
+        start, step = _argument(args, kwargs, 0, "start", 0), _argument(args, kwargs, 2, "step", 1)
+    else:
+        start, step = (args[0] if len(args) > 1 else kwargs.get("start", 0)), _argument(args, kwargs, 2, "step", 1)
+    (offset,), (length,) = spec.box(rank)
+    first = start + offset * step
+    return random.masked(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
+
+
+def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], Fill]) -> Make:
+    def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return filled(spec, fill(args, kwargs), kwargs.get("generator"))
+
+    return make
+
+
+def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
+    """randint(high, size), randint(low, high, size): the size comes last among the positional ones."""
+    numbers = [a for a in args if type(a) is int]
+    low = kwargs.get("low", numbers[0] if len(numbers) > 1 or "high" in kwargs and numbers else 0)
+    return Fill("random_", (low, kwargs.get("high", numbers[-1] if numbers else None)))
+
+
+def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    mean, std = _argument(args, kwargs, 0, "mean"), _argument(args, kwargs, 1, "std", 1.0)
+    generator = kwargs.get("generator")
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+        return filled(spec, Fill("normal_", (mean, std)), generator)
+    return draw(spec, lambda: torch.normal(mean, std, generator=generator).to(world().device(spec.placement.type)), generator)
+
+
+def _randperm(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return draw(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
+
+
+_WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
+#: name -> how a rank makes its part
+MAKE: Final[dict[str, Make]] = {
+    "ones": _constant(lambda shape, a, k, **o: torch.ones(shape, **o)),
+    "zeros": _constant(lambda shape, a, k, **o: torch.zeros(shape, **o)),
+    "empty": _constant(lambda shape, a, k, **o: torch.empty(shape, **o)),
+    "full": _constant(_full),
+    "eye": _eye,
+    "arange": _arange,
+    **{name: _whole(name) for name in ("linspace", "logspace", "tensor", "as_tensor", "scalar_tensor", "tril_indices", "triu_indices", *_WINDOWS)},
+    "rand": _filled(lambda a, k: Fill("uniform_", (0.0, 1.0))),
+    "randn": _filled(lambda a, k: Fill("normal_", (0.0, 1.0))),
+    "randint": _filled(_bounds),
+    "normal": _normal,
+    "randperm": _randperm,
+}
+
+# ---------------------------------------------------------------------------------------------------------------- functions
+
+
+def _check(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
+    """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
+    if placement is None:
+        raise PlacementError(f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, ranks), or leave out sbp for an ordinary tensor")
+    check_placement(placement)  # type: ignore[arg-type]
+    assert isinstance(placement, Placement)
+    if sbp is None:
+        raise SbpError(f"{name} got a placement but no sbp: add sbp=broadcast, split(dim) or partial_sum (one for each of the {placement.axes} axes)")
+    if kwargs.get("device") is not None:
+        raise PlacementError(f"{name} got device={kwargs['device']!r} and a placement: the placement says where the tensor lies; leave out device")
+    if kwargs.get("out") is not None:
+        raise PlacementError(f"{name} got out= and a placement: the tensor given as out lies somewhere already; leave out one of the two")
+
+
+def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Torch's own function on the meta device: it checks the arguments and says shape and dtype."""
+    return getattr(torch, name)(*args, **{k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad", "pin_memory")}, device="meta")  # type: ignore[no-any-return]
+
+
+def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
+    out = GlobalTensor.wrap(local, spec)
+    return out.requires_grad_() if requires_grad else out  # type: ignore[no-any-return]
+
+
+def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
+    _check(name, placement, sbp, kwargs)
+    data = args[0] if args else None
+    if isinstance(data, GlobalTensor):
+        raise PlacementError(f"{name} got a global tensor: use x.to_global(placement=..., sbp=...), with .detach().clone() for a copy of its own")
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "out") and v is not None}
+    meta = _sized(name, args, kwargs)
+    if meta.layout is not torch.strided:
+        raise SbpError(f"{name} got layout={meta.layout}: a global tensor is dense; leave out layout")
+    spec = Spec.make(meta.shape, meta.dtype, placement, sbp)
+    grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
+    local = MAKE[name](spec, args, kwargs)
+    return _wrapped(local.pin_memory() if pinned else local, spec, grad)
+
+
+def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if name == "normal" and any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+        tensors = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
+        return torch.normal(*tensors, **{k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items() if k in ("mean", "std")})
+    return _described(name, args, kwargs)
+
+
+def _creator(name: str) -> Callable[..., Any]:
+    plain = getattr(torch, name)
+
+    def create(*args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
+        if placement is None and sbp is None:
+            return plain(*args, **kwargs)
+        return _create(name, args, kwargs, placement, sbp)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = (
+        f"``torch.{name}``, as a global tensor where ``placement`` and ``sbp`` are given (both or neither).\n\n"
+        "    Sizes are global; the values are those of one device, random ones too. On a partial_sum axis coordinate 0 holds them, the others zeros.\n"
+        "    Raises PlacementError, SbpError.\n    "
+    )
+    return create
+
+
+ones = _creator("ones")
+zeros = _creator("zeros")
+empty = _creator("empty")
+full = _creator("full")
+eye = _creator("eye")
+arange = _creator("arange")
+linspace = _creator("linspace")
+logspace = _creator("logspace")
+tensor = _creator("tensor")
+as_tensor = _creator("as_tensor")
+scalar_tensor = _creator("scalar_tensor")
+tril_indices = _creator("tril_indices")
+triu_indices = _creator("triu_indices")
+bartlett_window = _creator("bartlett_window")
+blackman_window = _creator("blackman_window")
+hamming_window = _creator("hamming_window")
+hann_window = _creator("hann_window")
+kaiser_window = _creator("kaiser_window")
+rand = _creator("rand")
+randn = _creator("randn")
+randint = _creator("randint")
+normal = _creator("normal")
+randperm = _creator("randperm")
+
+# ---------------------------------------------------------------------------------------------------------------- like another tensor
+
+LIKES: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+
+
+def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any = None, sbp: Any = None) -> GlobalTensor:
+    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they are given."""
+    layout: Any = sbp
+    if isinstance(x, GlobalTensor):
+        if sbp is None and (placement is None or placement.axes == x._spec.placement.axes):
+            layout = x._spec.layout
+        placement = placement or x._spec.placement
+    _check(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    spec = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout)
+    base = name.removesuffix("_like")
+    given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "requires_grad", "pin_memory")}
+    return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, kwargs.get("requires_grad", False))
+
+
+def _same_type(device: Any, placement: Placement) -> bool:
+    """Models pass ``device=x.device`` on: that is no second opinion, as long as it is the placement's type."""
+    return device is None or torch.device(device).type == placement.type
+
+
+def _like_creator(name: str) -> Callable[..., Any]:
+    plain = getattr(torch, name)
+
+    def create(x: Tensor, *args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
+        if placement is None and sbp is None:
+            return plain(x, *args, **kwargs)
+        return _like(name, x, args, kwargs, placement, sbp)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"``torch.{name}``; of a global tensor, or with ``placement`` and ``sbp``, a global tensor. Raises PlacementError, SbpError."
+    return create
+
+
+empty_like = _like_creator("empty_like")
+full_like = _like_creator("full_like")
+ones_like = _like_creator("ones_like")
+rand_like = _like_creator("rand_like")
+randint_like = _like_creator("randint_like")
+randn_like = _like_creator("randn_like")
+zeros_like = _like_creator("zeros_like")
+
+NEW: Final = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given."""
+    kwargs = dict(kwargs)
+    placement = kwargs.pop("placement", None) or x._spec.placement
+    sbp = kwargs.pop("sbp", None) or [broadcast] * placement.axes
+    device = kwargs.pop("device", None)
+    if not _same_type(device, placement):
+        raise PlacementError(f"{name} got device={device!r}, but the tensor lies on {placement!r}: give placement= for another one")
+    base = name.removeprefix("new_")
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = x._spec.dtype
+    return _create(base, args, kwargs, placement, sbp)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def new(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
+        return _new(name, self, args, kwargs)
+
+    new.__name__, new.__doc__ = name, f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless ``placement`` and ``sbp`` are given."
+    return new
+
+
+for _name in NEW:
+    setattr(GlobalTensor, _name, _method(_name))  # methods of its own: torch's parser would refuse placement= and sbp=
+
+
+def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``."""
+    target = kwargs["out"]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "device", "requires_grad")}
+    value = _create(func.__name__, args, {"dtype": target._spec.dtype, **kwargs}, target._spec.placement, target._spec.layout)
+    with torch.no_grad():
+        target.copy_(value)
+    return target
+
+
+#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's.
+HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **{getattr(torch, n): (lambda func, args, kwargs, n=n: _out(func, args, kwargs)) for n in MAKE if n not in ("tensor", "as_tensor", "normal")},
+    **{getattr(torch, n): (lambda func, args, kwargs, n=n: _like(n, args[0], args[1:], kwargs)) for n in LIKES},
+    **{getattr(Tensor, n): (lambda func, args, kwargs, n=n: _new(n, args[0], args[1:], kwargs)) for n in NEW},
+}
+dispatch.HANDLERS.update(HANDLERS)
+__all__ = ["HANDLERS", *sorted(n for n in MAKE), *LIKES]  # noqa: PLE0604
