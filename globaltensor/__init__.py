@@ -4,6 +4,7 @@ from typing import Any
 
 import torch as _torch_package
 
+from . import foreach as _foreach  # noqa: F401  (handlers)
 from . import modules as _modules  # noqa: F401  (adds to_global and to_local to torch.nn.Module)
 from . import sbp
 from .autograd import no_sync

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-#: The fastest way to make an instance of a tensor subclass: half the cost of _make_wrapper_subclass (0.8 against 1.2 us).
-make_subclass = torch.Tensor._make_subclass
+#: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the function level can read wrong values from it (1 us).
+make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def queue_backward_callback(function: Any) -> None:

@@ -18,7 +18,7 @@ from .placement import Placement
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
 from .sbp import broadcast
 from .spec import Spec
-from .wrapper import GlobalTensor, kernel_message, placeholder, template
+from .wrapper import GlobalTensor, kernel_message
 
 __all__ = ["HANDLERS", "call", "describe_call"]
 
@@ -27,7 +27,7 @@ HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.random.
 RANDOM: list[Callable[..., Any]] = []
 _MOST = 1 << 13  # plans kept; beyond that all are forgotten
-_make = _torch.make_subclass
+_make = _torch.make_wrapper
 
 
 class _Plans(threading.local):
@@ -73,7 +73,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         _cache.plans[tuple(key)] = found
     if found.direct:
         out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **(kwargs or {}))
-        wrapped = _make(GlobalTensor, found.template)
+        wrapped = _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
         wrapped._local = out
         wrapped._spec = found.out
         return wrapped
@@ -142,13 +142,15 @@ def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
 class Plan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
-    __slots__ = ("direct", "function", "out", "template")
+    __slots__ = ("device", "direct", "dtype", "function", "out", "shape")
 
     def __init__(self) -> None:
         self.direct = False
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None
-        self.template: torch.Tensor | None = None
+        self.shape: torch.Size | None = None
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a plan that is not direct has its own run")
@@ -183,7 +185,7 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "inplace", "name", "outs", "outside", "routes", "single", "src", "traffic", "view")
+    __slots__ = ("coordinates", "dst", "inplace", "name", "outs", "outside", "routes", "single", "src", "structure", "traffic", "view")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -195,6 +197,7 @@ class Boxed(Plan):
         self.view = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
+        self.structure: Any = None  # the results' nest, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operands' local tensors, boxed to where the op wants them."""
@@ -240,11 +243,6 @@ class Boxed(Plan):
         if self.view and self.routes[0] is not None:
             out._stale = True
         return out
-
-    @property
-    def structure(self) -> Any:
-        """The shape of the result, as nested meta tensors; on a plan with one result a single one."""
-        return self.template
 
 
 class Whole(Plan):
@@ -427,7 +425,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
 
 def _freeze(func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice, structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     done = Boxed(name_of(func), specs, choice.ins, choice.outs)
-    done.inplace, done.view, done.template = rule.inplace, op.view, structure
+    done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.single = isinstance(structure, torch.Tensor)
     rank = world().rank
     if not done.outside:
@@ -440,7 +438,7 @@ def _freeze(func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice
     flat = all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in args) and not tensors_in(kwargs, [])
     if flat and done.single and not rule.inplace and not done.outside and done.coordinates is None and all(r is None for r in done.routes):
         done.direct, done.out = True, choice.outs[0]
-        done.template = template(choice.outs[0].shape, choice.outs[0].dtype)
+        done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
     return done
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,13 +12,7 @@ from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec
 
-__all__ = ["GlobalTensor", "placeholder", "template"]
-
-
-@lru_cache(maxsize=1 << 13)
-def template(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A meta tensor that new wrappers copy their outside from: it has no memory, so nothing can read wrong values below the function level."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+__all__ = ["GlobalTensor", "placeholder"]
 
 
 def placeholder(spec: Spec) -> torch.Tensor:
@@ -42,7 +35,7 @@ class GlobalTensor(torch.Tensor):
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
         """A GlobalTensor of this local tensor, unchecked."""
-        out = _torch.make_subclass(GlobalTensor, template(spec.shape, spec.dtype))
+        out = _torch.make_wrapper(GlobalTensor, spec.shape, dtype=spec.dtype, device=local.device)
         out._local = local
         out._spec = spec
         return out  # type: ignore[no-any-return]

@@ -1,0 +1,110 @@
+"""Functions over lists of tensors: torch's foreach and fused optimizer kernels, run on lists of local tensors at the speed of local ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .boxing import box
+from .dispatch import HANDLERS, name_of, promote
+from .distributed.world import world
+from .errors import InplaceError
+from .sbp import broadcast, partial_max, partial_min, partial_norm
+from .spec import Spec
+from .wrapper import GlobalTensor, placeholder
+
+__all__ = ["foreach", "foreach_norm"]
+
+
+def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
+    return [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Element by element over the lists: what stands at index i of each list is brought to the layout of the first list's tensor."""
+    name = name_of(func)
+    writes = name.endswith("_")
+    first = _lists(args)[0]
+    owner = [next((x for x in column if isinstance(x, GlobalTensor)), None) for column in zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)]
+    specs = [None if t is None else _target(name, t._spec, writes) for t in owner]
+    rank = world().rank
+    mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
+    where = next(s for s in specs if s is not None)
+
+    def localised(a: Any) -> Any:
+        if isinstance(a, (list, tuple)) and len(a) == len(first) and a and isinstance(a[0], torch.Tensor):
+            parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
+            return parts if len(mine) == len(parts) else [parts[i] for i in mine]
+        if isinstance(a, GlobalTensor):  # one number for all, such as a clipping factor
+            return box(a._local, a._spec, a._spec.replace(placement=where.placement, layout=[broadcast] * where.placement.axes), why=name)
+        if isinstance(a, (list, tuple)) and len(a) == len(first) and len(mine) < len(first):
+            return [a[i] for i in mine]
+        return a
+
+    new_args, new_kwargs = [localised(a) for a in args], {k: localised(v) for k, v in kwargs.items()}
+    result = func(*new_args, **new_kwargs) if mine else []
+    if writes:
+        return first
+    return _wrapped(result, mine, specs)
+
+
+def _target(name: str, spec: Spec, writes: bool) -> Spec:
+    if not any(e.is_partial for e in spec.layout):
+        return spec
+    if writes and name not in ("_foreach_zero_",):
+        raise InplaceError(f"in-place {name} on a partial tensor ({spec!r}) would need its sbp changed; bring it to broadcast or split first: x.to_global(sbp=...)")
+    return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
+
+
+def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
+    if isinstance(t, GlobalTensor):
+        if spec is None or t._spec is spec:
+            return t._local
+        return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=spec.layout) if t.dim() else t._spec.replicated(), why=name)
+    if spec is None or t.dim() == 0:  # a step counter
+        return t
+    whole = Spec.make(t.shape, t.dtype, spec.placement, [broadcast] * spec.placement.axes)
+    return box(promote(t, whole), whole, whole.replace(layout=spec.layout), why=name)
+
+
+def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
+    if isinstance(result, (list, tuple)) and result and isinstance(result[0], (list, tuple)):
+        return tuple(_wrapped(r, mine, specs) for r in result)
+    here = dict(zip(mine, result, strict=True))
+    dtype = next(iter(here.values())).dtype if here else None
+    out = []
+    for i, spec in enumerate(specs):
+        if spec is None:
+            out.append(here[i])
+        else:
+            made = spec.replace(dtype=here[i].dtype if i in here else dtype)
+            out.append(GlobalTensor.wrap(here[i] if i in here else placeholder(made), made))
+    return tuple(out) if isinstance(result, tuple) else out
+
+
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The norm of each tensor, left as partial norms: clip_grad_norm_ then needs one reduction for all of them."""
+    tensors = args[0]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if (order not in (math.inf, -math.inf) and order <= 0) or not all(isinstance(t, GlobalTensor) for t in tensors):
+        return [torch.linalg.vector_norm(t, order) for t in tensors]
+    kind = partial_max if order == math.inf else partial_min if order == -math.inf else partial_norm(order)
+    specs = [t._spec.replace(layout=[broadcast if e.is_partial else e for e in t._spec.layout]) for t in tensors]
+    rank = world().rank
+    mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
+    parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
+    found = dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True)) if mine else {}
+    out = []
+    for i, spec in enumerate(specs):
+        made = Spec.make((), found[i].dtype if i in found else spec.dtype, spec.placement, [kind if e.is_split else broadcast for e in spec.layout])
+        out.append(GlobalTensor.wrap(found[i] if i in found else placeholder(made), made))
+    return out
+
+
+for _name in dir(torch):
+    if _name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms")):
+        HANDLERS[getattr(torch, _name)] = foreach
+HANDLERS[torch._foreach_norm] = foreach_norm
