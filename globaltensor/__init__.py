@@ -5,11 +5,13 @@ from typing import Any
 import torch as _torch_package
 
 from . import foreach as _foreach  # noqa: F401  (handlers)
+from . import random as _random  # noqa: F401  (handlers)
 from . import modules as _modules  # noqa: F401  (adds to_global and to_local to torch.nn.Module)
 from . import sbp
 from .autograd import no_sync
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
+from .creation import *  # noqa: F403  (torch's creation functions, with placement= and sbp=)
 from .distributed import env
 from .local_map import local_map
 from .placement import Placement, placement

@@ -66,7 +66,7 @@ class LeafGradient:
         """What has come in up to now, reduced. Collective where something is pending."""
         if self.local.grad is not None:
             grad = self.take()
-            self.put(box(grad, self.dual, self.spec, why="gradient of a leaf"))  # type: ignore[arg-type]
+            self.put(box(grad, self.dual, self.spec, why="gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
 
@@ -195,7 +195,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     if value.shape != x.shape:
         raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
-    local = value._local if value._spec is x._spec else box(value._local, value._spec, x._spec.replace(dtype=value.dtype), why="assigning .grad")
+    local = value._local if value._spec is x._spec else box(value._local, value._spec, x._spec.replace(dtype=value.dtype), why="assigning .grad").contiguous()
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
     else:

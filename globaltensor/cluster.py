@@ -9,27 +9,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 __all__ = ["Cluster", "current_cluster", "use_cluster"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Latencies in seconds, bandwidths in bytes per second for each rank. ``node_size``: ranks on one machine; 0 where all links are alike.
+    """Latencies in seconds, bandwidths in bytes per second for each rank; ``launch`` is what a collective costs before its first byte moves, ``latency``
+    what each step of its ring adds. ``node_size``: ranks on one machine; 0 where all links are alike.
 
     >>> c = Cluster()
     >>> c.seconds("all_reduce", 1 << 20, 4) == c.seconds("reduce_scatter", 1 << 20, 4) + c.seconds("all_gather", 1 << 20, 4)
     True
     """
 
-    latency: float = 10e-6
+    launch: float = 10e-6
+    latency: float = 2e-6
     bandwidth: float = 20e9
     memory_latency: float = 2e-6
     memory_bandwidth: float = 200e9
     node_size: int = 0
-    node_latency: float = 30e-6
+    node_latency: float = 5e-6
     node_bandwidth: float = 5e9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(astuple(self)))
+
+    def __hash__(self) -> int:
+        # Part of the key of every plan, so worked out once.
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def seconds(self, kind: str, nbytes: int, ranks: int | Sequence[int]) -> float:
         """Time of one move among ``ranks`` (how many, or which: those on several nodes are joined by the slower link).
@@ -49,7 +58,7 @@ class Cluster:
 def _ring(cluster: Cluster, nbytes: int, ranks: int | Sequence[int]) -> float:
     p = ranks if isinstance(ranks, int) else len(ranks)
     latency, bandwidth = cluster.link(ranks)
-    return (p - 1) * latency + nbytes * (p - 1) / p / bandwidth
+    return cluster.launch + (p - 1) * latency + nbytes * (p - 1) / p / bandwidth
 
 
 def _double_ring(cluster: Cluster, nbytes: int, ranks: int | Sequence[int]) -> float:
@@ -57,10 +66,10 @@ def _double_ring(cluster: Cluster, nbytes: int, ranks: int | Sequence[int]) -> f
 
 
 def _exchange(cluster: Cluster, nbytes: int, ranks: int | Sequence[int]) -> float:
-    # One latency more than a collective among as many: the peers are not known to the backend beforehand.
+    # One step more than a collective among as many: its peers meet only for it.
     p = ranks if isinstance(ranks, int) else len(ranks)
     latency, bandwidth = cluster.link(ranks)
-    return p * latency + nbytes / bandwidth if p > 1 else cluster.memory_latency
+    return cluster.launch + p * latency + nbytes / bandwidth
 
 
 def _local(cluster: Cluster, nbytes: int, ranks: int | Sequence[int]) -> float:

@@ -64,8 +64,7 @@ def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if local.dim() == 2:
         (row, column), _ = spec.box(world().rank)
         local.diagonal(row - column).fill_(1)
-        random.masked(local, spec)
-    return local
+    return random.masked(local, spec)
 
 
 def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -93,7 +92,7 @@ def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], Fill]) -> Make:
 def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
     """randint(high, size), randint(low, high, size): the size comes last among the positional ones."""
     numbers = [a for a in args if type(a) is int]
-    low = kwargs.get("low", numbers[0] if len(numbers) > 1 or "high" in kwargs and numbers else 0)
+    low = kwargs.get("low", numbers[0] if len(numbers) > 1 or ("high" in kwargs and numbers) else 0)
     return Fill("random_", (low, kwargs.get("high", numbers[-1] if numbers else None)))
 
 
@@ -132,7 +131,9 @@ MAKE: Final[dict[str, Make]] = {
 def _check(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
     """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
     if placement is None:
-        raise PlacementError(f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, ranks), or leave out sbp for an ordinary tensor")
+        raise PlacementError(
+            f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, ranks), or leave out sbp for an ordinary tensor"
+        )
     check_placement(placement)  # type: ignore[arg-type]
     assert isinstance(placement, Placement)
     if sbp is None:
@@ -150,7 +151,9 @@ def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
     out = GlobalTensor.wrap(local, spec)
-    return out.requires_grad_() if requires_grad else out  # type: ignore[no-any-return]
+    if requires_grad:
+        out.requires_grad_()
+    return out
 
 
 def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
@@ -169,9 +172,10 @@ def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement:
 
 
 def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The result's shape and dtype, as a meta tensor."""
     if name == "normal" and any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-        tensors = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
-        return torch.normal(*tensors, **{k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items() if k in ("mean", "std")})
+        mean, std = _argument(args, kwargs, 0, "mean"), _argument(args, kwargs, 1, "std", 1.0)
+        return torch.normal(*(a.to("meta") if isinstance(a, Tensor) else a for a in (mean, std)))
     return _described(name, args, kwargs)
 
 
@@ -301,11 +305,18 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
+    return lambda func, args, kwargs: make(name, args[0], args[1:], kwargs)
+
+
 #: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's.
-HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **{getattr(torch, n): (lambda func, args, kwargs, n=n: _out(func, args, kwargs)) for n in MAKE if n not in ("tensor", "as_tensor", "normal")},
-    **{getattr(torch, n): (lambda func, args, kwargs, n=n: _like(n, args[0], args[1:], kwargs)) for n in LIKES},
-    **{getattr(Tensor, n): (lambda func, args, kwargs, n=n: _new(n, args[0], args[1:], kwargs)) for n in NEW},
+HANDLERS: dict[Any, Handler] = {
+    **{getattr(torch, n): _out for n in MAKE if n not in ("tensor", "as_tensor", "normal")},
+    **{getattr(torch, n): _handler(_like, n) for n in LIKES},
+    **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
 }
 dispatch.HANDLERS.update(HANDLERS)
-__all__ = ["HANDLERS", *sorted(n for n in MAKE), *LIKES]  # noqa: PLE0604
+__all__ = ["HANDLERS", *sorted(n for n in MAKE), *LIKES]

@@ -78,9 +78,9 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             other.manual_seed(seed)
         return function(*args, **kwargs)
     finally:
-        _write_seed(state.numpy(), 0, key + _STEP & _MASK)
+        _write_seed(state.numpy(), 0, key + _STEP & _MASK)  # type: ignore[arg-type]
         generator.set_state(state)
-        if other is not None:
+        if other is not None and before is not None:
             other.set_state(before)
 
 
@@ -104,7 +104,7 @@ def _accelerator(device: torch.device) -> torch.Generator | None:
     """The default generator of a cuda device; other accelerators have none that is public."""
     if device.type != "cuda":
         return None
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
@@ -151,13 +151,13 @@ class Fill:
 
     def in_blocks(self, dtype: torch.dtype) -> bool:
         """Whether block after block gives the numbers of one draw, on this machine's CPU."""
-        return not any(isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())) and _in_blocks(self.name, self.args, tuple(self.kwargs.items()), dtype)
+        return not any(isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())) and _in_blocks(self.name, dtype)
 
 
 @lru_cache(maxsize=256)
-def _in_blocks(name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> bool:
+def _in_blocks(name: str, dtype: torch.dtype) -> bool:
     # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and exponential_ seed a stream of their own once a call.
-    fill, n = Fill(name, args, dict(kwargs)), 2 * BLOCK + 3
+    fill, n = Fill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
     a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
     for start, length in _blocks(n):
@@ -183,7 +183,8 @@ def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> 
     inside = spec.placement.coordinate(rank) is not None
     if device is None:
         return placeholder(spec)
-    if inside and spec.local_shape(rank) == tuple(spec.shape) or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
+    everything = inside and spec.local_shape(rank) == tuple(spec.shape)
+    if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
         return draw(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
     with _turn(device, generator):
         out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
@@ -221,10 +222,10 @@ def part(whole: Tensor, spec: Spec) -> Tensor:
 
 
 def masked(local: Tensor, spec: Spec) -> Tensor:
-    """Zero a part in place unless this rank is the one that holds the value: coordinate 0 of each axis that adds up."""
+    """The part itself on the rank that holds the value (coordinate 0 of each axis that adds up), zeros on the others."""
     where = spec.placement.coordinate(world().rank) or ()
     adds_up = any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=True))
-    return local.zero_() if adds_up else local
+    return torch.zeros_like(local) if adds_up else local
 
 
 def _place(block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
@@ -280,9 +281,14 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     generator = kwargs.pop("generator", None)
     name = func.__name__
     if not isinstance(x, GlobalTensor):
-        raise InplaceError(f"{name} on a plain tensor cannot take a global argument: pass x.to_local() of it, or make the target global with to_global(placement, sbp)")
+        raise InplaceError(
+            f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
+        )
     if x._stale:
-        raise InplaceError(f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): fill the base, or .clone() the view if a copy is meant")
+        raise InplaceError(
+            f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
+            "Fill the base instead, or .clone() the view if a copy is meant"
+        )
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
@@ -301,7 +307,10 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
     if not isinstance(value, GlobalTensor):
         return value
     if value._spec.placement is not spec.placement:
-        raise PlacementError(f"{name}: the target lies on {spec.placement!r}, its argument on {value._spec.placement!r}; bring it there with to_global(placement=...)")
+        raise PlacementError(
+            f"{name}: the target lies on {spec.placement!r}, its argument on {value._spec.placement!r}; "
+            f"bring it there with to_global(placement={spec.placement!r})"
+        )
     if spec.placement.coordinate(world().rank) is None:
         # Any probability moves the generator alike.
         return torch.full(value._spec.shape, 0.5, dtype=value._spec.dtype)
@@ -313,7 +322,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = dict(kwargs)
     generator = kwargs.pop("generator", None)
     mean, std = (*args, *(kwargs[k] for k in ("mean", "std") if k in kwargs), 1.0)[:2]
-    like = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
+    like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
     spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
     with torch.no_grad():
         numbers = GlobalTensor.wrap(filled(spec, Fill("normal_", (0.0, 1.0)), generator), spec)

@@ -89,7 +89,10 @@ def global_to_global(self: GlobalTensor, placement: Placement | None = None, sbp
         return self.clone() if copy else self
     local = box(self._local, src, dst, back, why="to_global")
     if local is self._local:
-        local = local.clone() if copy or back is not None else local.view_as(local)
+        local = local.clone() if copy else local.view_as(local)
+    elif local.numel() and local.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
+        # A slice: writing into the result must not reach this tensor, nor must the result keep all of it alive.
+        local = local.clone(memory_format=torch.contiguous_format)
     return GlobalTensor.wrap(local, dst)
 
 

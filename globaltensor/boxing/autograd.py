@@ -50,20 +50,31 @@ def _differentiable(local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why:
     if grad is not None and (grad.placement is not src.placement or grad.shape != src.shape):
         raise BoxingError(f"{why or 'to_global'}: the gradient's sbp must be one on the placement of the tensor, {src.placement}; got {grad.placement}")
     logs = current_logs()
-    # A partial max, min or norm that stays one is handed on as it is; any other is reduced first.
-    odd = [a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum]
-    if odd and not (src.placement is dst.placement and all(src.layout[a] is dst.layout[a] for a in odd)):
-        for reduce in dict.fromkeys(src.layout[a].reduce for a in odd):
-            settled = src.replace(layout=[broadcast if e.kind == "partial" and e.reduce == reduce else e for e in src.layout])
-            route = plan(src, settled)
-            watch(route, why)
-            local = (_Norm if reduce.startswith("norm") else _Extreme).apply(local, route, logs)
-            src = settled
-        if src is dst and grad is None:
-            return local
+    local, src = _settle(local, src, dst, why, logs)
+    if src is dst and grad is None:
+        return local
     route = plan(src, dst)
     watch(route, why)
     return _Box.apply(local, route, grad, why, alias, logs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxing], ...]) -> tuple[Tensor, Spec]:
+    """Reduce the partial maxima, minima and norms that do not stay what they are. The last axes reduce first."""
+    while odd := [a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum]:
+        if src.placement is dst.placement and all(src.layout[a] is dst.layout[a] for a in odd):
+            break
+        partial = [a for a, e in enumerate(src.layout) if e.kind == "partial"]
+        entry = src.layout[partial[-1]]
+        group = [a for i, a in enumerate(partial) if all(src.layout[b] is entry for b in partial[i:])]
+        settled = src.replace(layout=[broadcast if a in group else e for a, e in enumerate(src.layout)])
+        route = plan(src, settled)
+        watch(route, why)
+        if entry is partial_sum:
+            local = _Box.apply(local, route, None, why, True, logs)
+        else:
+            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(local, route, logs)
+        src = settled
+    return local, src
 
 
 def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxing], ...]) -> Tensor:

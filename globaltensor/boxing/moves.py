@@ -1,7 +1,8 @@
 """Moves: the steps boxing is made of, and which of them lead on from a layout. Pure; a move says what, `execute` knows how.
 
-A move changes the entries of one placement axis, or of several flattened into one. It may touch a split of dim d only where no later axis splits
-d too, since later axes split the pieces of earlier ones. `exchange` has no such condition: it takes any split or broadcast layout on any
+A move changes the entries of one placement axis, or of several flattened into one. Axis 0 is outermost: later axes split the pieces of earlier ones,
+and reduce first. So a move may touch a split of dim d only where no later axis splits d too, and reduce a partial only where no later axis is partial
+in another way (a max of sums is no sum of maxima). `exchange` has no such condition: it takes any split or broadcast layout on any
 placement to any other, each rank fetching the boxes it needs from ranks that hold them.
 """
 
@@ -78,6 +79,8 @@ def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
     if now.kind == "split" and not _free(layout, axes, now.dim):
         return False
     if entry.kind == "split" and not _free(layout, axes, entry.dim):
+        return False
+    if now.kind == "partial" and any(e.kind == "partial" and e.reduce != now.reduce for e in layout[min(axes) + 1 :]):
         return False
     # A block of zeros is the identity of a sum (and norm), not of a max or min.
     return not (now.kind == "split" and entry.kind == "partial" and entry.reduce in ("max", "min"))

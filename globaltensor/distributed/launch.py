@@ -55,6 +55,7 @@ class Job:
         if n > 1:
             # As many threads as cores in each of n processes would fight for the cores.
             common.setdefault("OMP_NUM_THREADS", "1")
+        common.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code shows where
         shared = {"MASTER_ADDR": self.addr, "MASTER_PORT": str(port), "WORLD_SIZE": str(n * self.nnodes), "LOCAL_WORLD_SIZE": str(n)}
         shared |= {"GROUP_RANK": str(self.node_rank), "GROUP_WORLD_SIZE": str(self.nnodes)}
         ranks = []

@@ -22,6 +22,7 @@ GRACE_SECONDS: Final = 10.0  # between the request to end (SIGTERM) and the end 
 _TICK_SECONDS: Final = 0.05
 _TAIL_BYTES: Final = 16384
 _TAIL_LINES: Final = 12
+_HEADS: Final = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
 _TETHER: Final = Path(__file__).with_name("tether.py")
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -89,7 +90,7 @@ class Rank:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
                 said = file.read()
         lines = said.decode(errors="replace").replace("\r", "\n").rstrip().splitlines()
-        heads = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        heads = [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
         return lines[heads[-1] :] if heads else lines[-_TAIL_LINES // 2 :]
@@ -141,7 +142,7 @@ def supervise(ranks: Sequence[Rank]) -> int:
 
 @contextlib.contextmanager
 def _handling(received: list[int]) -> Iterator[None]:
-    """Signals are noted instead of acted on. An ignored SIGHUP stays so (nohup); an ignored SIGINT doesn't: shells ignore it for all they put in the background."""
+    """Signals are noted instead of acted on. An ignored SIGHUP stays so (nohup); SIGINT does not: shells ignore it for what they put in the background."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 from .comm import Comm, Traffic
+from .detect import Detected, detect
 
 __all__ = ["World", "reset_world", "set_world", "world"]
 
@@ -128,44 +129,32 @@ def reset_world() -> None:
         found.close()
 
 
-def _integer(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise WorldError(f"{name} is {text!r} in the environment, but an integer is needed; start the job with a launcher (torchrun, ...) or unset RANK and WORLD_SIZE") from None
-
-
 def _start() -> World:
     if not dist.is_available():
         return ProcessWorld(0, 1, 0, 1, owned=False)
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return ProcessWorld(0, 1, _integer("LOCAL_RANK", 0), 1, owned=False)
-        return _join(_integer("RANK"), _integer("WORLD_SIZE"))
-    return _describe(dist.get_rank(), dist.get_world_size(), owned=False)
+    place = detect(os.environ)
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if place is None or (place.rank, place.world_size) != (rank, size):
+            return ProcessWorld(rank, size, rank, 1, owned=False)  # the user's own group: nothing tells of nodes, so one is assumed
+        return ProcessWorld(rank, size, place.local_rank, place.nodes, owned=False)
+    if place is None:
+        return ProcessWorld(0, 1, 0, 1, owned=False)
+    if place.world_size > 1:
+        _join(place)
+    return ProcessWorld(place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1)
 
 
-def _describe(rank: int, size: int, owned: bool) -> World:
-    per_node = max(1, _integer("LOCAL_WORLD_SIZE", size))
-    return ProcessWorld(rank, size, _integer("LOCAL_RANK", rank % per_node), -(-size // per_node), owned)
-
-
-def _join(rank: int, size: int) -> World:
-    if not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} does not fit WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1")
-    if size == 1:
-        return _describe(0, 1, owned=False)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise WorldError(f"rank {rank} of {size} cannot meet the others: {' and '.join(missing)} not set; start the job with a launcher (torchrun, ...) or set them")
+def _join(place: Detected) -> None:
     accelerated = torch.cuda.is_available() and dist.is_nccl_available()
     timeout = timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", rank=rank, world_size=size, timeout=timeout)
+        # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
+        known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+        where = "env://" if known else f"tcp://{place.addr}:{place.port}"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise WorldError(f"rank {rank} of {size} could not join the job at {where}: {error}; are all ranks started, and is the port free and reachable?") from error
-    return _describe(rank, size, owned=True)
+        raise WorldError(
+            f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
+            "are all ranks started, and is the port free and reachable?"
+        ) from error
