@@ -1,0 +1,111 @@
+"""Matrix decompositions and Fourier transforms: whole in the dims they work on, parallel in all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .notation import Arg, Op, align
+from .parts import canonical, dims_of, reduced, register
+from .registry import RULES, rule
+
+__all__: list[str] = []
+
+
+def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)) -> None:
+    """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand needs whole; ``outs`` those that each result has."""
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
+        named, lead = align(leads)
+        for a, dims, shape in zip(op.args, named, leads, strict=True):
+            op.set(a, (*dims, *[None] * (a.ndim - len(shape))))
+        op.out = [(*lead, *[None] * n) for n in outs]
+
+    for name in names.split():
+        for space in spaces:
+            function = getattr(space, name, None)
+            if function is not None and function not in RULES:
+                register(function, describe)
+
+
+_EVERYWHERE = (torch.linalg, torch, Tensor)
+_matrices("inv cholesky pinv matrix_exp matrix_power", 2, outs=[2])
+_matrices("inverse cholesky pinverse matrix_exp matrix_power cholesky_inverse", 2, outs=[2], spaces=(torch, Tensor))
+_matrices("det logdet", 2, outs=[0], spaces=_EVERYWHERE)
+_matrices("slogdet", 2, outs=[0, 0], spaces=_EVERYWHERE)
+_matrices("cond matrix_rank", 2, outs=[0])
+_matrices("eig eigh", 2, outs=[1, 2])
+_matrices("eigvals eigvalsh svdvals", 2, outs=[1])
+_matrices("qr lu_factor", 2, outs=[2, 2])
+_matrices("inv_ex cholesky_ex", 2, outs=[2, 0])
+_matrices("lu_factor_ex ldl_factor_ex", 2, outs=[2, 1, 0])
+_matrices("svd", 2, outs=[2, 1, 2])
+_matrices("lu", 2, outs=[2, 2, 2])
+_matrices("solve_triangular", 2, outs=[2])
+_matrices("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
+_matrices("householder_product", 2, 1, outs=[2])
+# The second result of these is a vector of pivots.
+for _name in ("lu_factor", "ldl_factor"):
+    RULES.pop(getattr(torch.linalg, _name), None)
+_matrices("lu_factor ldl_factor", 2, outs=[2, 1])
+
+
+@rule([torch.linalg.solve])
+def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True) -> None:
+    # A stack of vectors is told from a stack of matrices as torch does it.
+    vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
+    tail = 1 if vector else 2
+    (first, second), lead = align([A.shape[:-2], B.shape[: B.ndim - tail]])
+    op.set(A, (*first, None, None))
+    op.set(B, (*second, *[None] * tail))
+    op.out = [(*lead, *[None] * tail)]
+    op.linear = [frozenset([B.index])]
+
+
+# ---------------------------------------------------------------------------------------------------------------- fourier
+
+
+def _fourier(op: Op, x: Arg, dims: tuple[int, ...], linear: bool = True) -> None:
+    reduced(op, x, dims, True, None)
+    op.out = [op.dims[x.index]]
+    op.linear = [frozenset([0])] if linear else []
+
+
+def _last(n: int, s: Any, ndim: int) -> tuple[int, ...]:
+    return tuple(range(-len(s), 0)) if s is not None else tuple(range(ndim)) if n == 0 else tuple(range(-n, 0))
+
+
+def _one(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
+        _fourier(op, input, dims_of(input, dim))
+
+    describe(*args, **canonical(kwargs))
+
+
+def _several(count: int) -> Callable[..., None]:
+    def run(op: Op, *args: Any, **kwargs: Any) -> None:
+        def describe(input: Arg, s: Any = None, dim: Any = (-2, -1) if count else None, norm: str | None = None) -> None:
+            _fourier(op, input, dims_of(input, _last(count, s, input.ndim) if dim is None else dim))
+
+        describe(*args, **canonical(kwargs))
+
+    return run
+
+
+def _shift(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(input: Arg, dim: Any = None) -> None:
+        _fourier(op, input, dims_of(input, dim))
+
+    describe(*args, **canonical(kwargs))
+
+
+for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
+    register(getattr(torch.fft, _name), _one)
+    register(getattr(torch.fft, _name + "2"), _several(2))
+    register(getattr(torch.fft, _name + "n"), _several(0))
+for _name in ("fftshift", "ifftshift"):
+    register(getattr(torch.fft, _name), _shift)

@@ -1,0 +1,244 @@
+"""Losses. A mean over a split dim is the local sum over the global count; a cross-entropy over a split vocabulary never gathers it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .extremum import settled
+from .notation import Arg, Dims, Op, Split, align
+from .parts import register, unless_empty
+from .registry import rule
+
+__all__ = ["pick"]
+
+
+def _reader(function: Any) -> Callable[..., dict[str, Any]]:
+    """A call's arguments by name, the old ``size_average`` and ``reduce`` turned into ``reduction``."""
+    signature = inspect.signature(function)
+
+    def read(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = dict(bound.arguments)
+        average, reduce = call.pop("size_average", None), call.pop("reduce", None)
+        if average is not None or reduce is not None:
+            call["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
+        return call
+
+    return read
+
+
+def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]]) -> None:
+    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for."""
+    kind = call["reduction"]
+    if kind == "none":
+        op.out = [each]
+        return
+    op.out = [()]
+    op.reduce = {f: "sum" for f in each if f is not None}
+    if kind == "sum":
+        return
+    count = (shape[0] if shape else 1) if kind == "batchmean" else math.prod(shape)
+
+    def local(split: Split) -> Callable[..., Any]:
+        if not any(split.is_split(f) for f in op.reduce):
+            return function  # type: ignore[no-any-return]
+        narrow = split.outs[0].dtype in (torch.float16, torch.bfloat16)
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            call = read(*args, **kwargs)
+            if narrow:  # a sum may be too large for the type
+                here = function(**{**call, "reduction": "none"})
+                return (here.sum(dtype=torch.float32) / count).to(here.dtype)
+            return function(**{**call, "reduction": "sum"}) / count  # type: ignore[no-any-return]
+
+        return run
+
+    op.local = local
+
+
+def _elementwise(function: Any) -> None:
+    read = _reader(function)
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        call = read(*args, **kwargs)
+        op.dims, each = align([a.shape for a in op.args])
+        shape = torch.broadcast_shapes(*[a.shape for a in op.args])
+        if call["reduction"] == "batchmean":
+            shape = torch.Size(call["input"].shape)
+        _reduce(op, function, each, shape, call, read)
+
+    register(function, describe)
+
+
+for _f in (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss,
+    F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
+):  # fmt: skip
+    _elementwise(_f)
+
+
+def _by_sample(function: Any, ranks: Sequence[int]) -> None:
+    """One loss a sample: ``ranks`` are the dims of each operand for one sample; a dim in front of them is the batch, and parallel."""
+    read = _reader(function)
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        call = read(*args, **kwargs)
+        for i, a in enumerate(op.args):
+            rank = ranks[min(i, len(ranks) - 1)]
+            if a is call.get("weight"):
+                continue
+            op.set(a, (*(["n"] if a.ndim > rank else []), *[None] * min(rank, a.ndim)))
+        x = op.args[0]
+        batched = "n" in op.dims[0]
+        _reduce(op, function, ("n",) if batched else (), x.shape[:1] if batched else (), call, read)
+        op.local = unless_empty(op, function)
+
+    register(function, describe)
+
+
+_by_sample(F.multi_margin_loss, [1, 0])
+_by_sample(F.multilabel_margin_loss, [1])
+_by_sample(F.multilabel_soft_margin_loss, [1])
+_by_sample(F.cosine_embedding_loss, [1, 1, 0])
+_by_sample(F.triplet_margin_loss, [1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- classes
+
+
+def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
+    """``x[..., index, ...]`` at ``dim``, one element for each of ``index``; zero where the index is not among the classes here (from ``offset`` on).
+
+    ``x`` has the dims of ``index`` and ``dim``; or it is one row for all, and ``dim`` is 0.
+    """
+    if has_torch_function((x, index)):
+        return handle_torch_function(pick, (x, index), x, index, dim)  # type: ignore[no-any-return]
+    here = index - offset
+    inside = (here >= 0) & (here < x.shape[dim])
+    if not x.shape[dim]:
+        return (x.sum(dim) if x.ndim > index.ndim else x.sum().expand(index.shape)) * 0
+    here = torch.where(inside, here, 0)
+    found = x[here] if x.ndim == 1 and index.ndim != 0 else x.gather(dim, here.unsqueeze(dim)).squeeze(dim)
+    return torch.where(inside, found, 0.0)
+
+
+@rule(pick)
+def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
+    names = tuple(range(index.ndim))
+    op.set(index, names)
+    op.set(x, (*names[:dim], "class", *names[dim:]) if x.ndim == index.ndim + 1 else ("class",))
+    op.out, op.reduce = [names], {"class": "sum"}
+    op.linear = [frozenset([x.index])]
+    op.local = lambda split: lambda x, index, dim: pick(x, index, dim, split.box("class")[0])
+
+
+def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
+    """``cross_entropy`` and ``nll_loss``: whole in the classes; where these are split, or a mean goes over a split batch, from global ops."""
+    read = _reader(function)
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        call = read(*args, **kwargs)
+        x, target, weight = call["input"], call["target"], call["weight"]
+        at = 0 if x.ndim == 1 else 1
+        names: list[Any] = list(range(x.ndim))
+        each = tuple(n for n in names if n != at)
+        soft = target.ndim == x.ndim and target.dtype.is_floating_point
+        op.set(x, names)
+        op.set(target, names if soft else each)
+        op.whole = {at}
+        if weight is not None:
+            op.set(weight, (at,))
+        if x.is_split(at) or (soft and target.is_split(at)):
+            op.composite = lambda *a, **k: over_split(read(*a, **k))
+            return
+        split = any(x.is_split(d) for d in each) or any(target.is_split(d) for d in range(target.ndim))
+        if call["reduction"] == "mean" and split and not soft:
+            op.composite = lambda *a, **k: _mean_of_kept(function, read(*a, **k))
+            return
+        if call["reduction"] == "mean" and not soft:
+            op.whole = set(names)
+            op.out = [()]
+            return
+        _reduce(op, function, each, [x.shape[d] for d in each], call, read)
+
+    register(function, describe)
+
+
+def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(whether a target counts, how much each one weighs)."""
+    target, weight = call["target"], call["weight"]
+    keep = target != call["ignore_index"]
+    if weight is None:
+        return keep, keep
+    return keep, torch.where(keep, pick(weight.detach(), torch.where(keep, target, 0), 0), 0.0)
+
+
+def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
+    """The sum of the losses over the weight of the targets that count, wherever they are."""
+    x = call["input"]
+    wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
+    total = function(**{**call, "input": wide, "reduction": "sum"})
+    return (total / settled(_kept(call)[1].sum())).to(x.dtype)
+
+
+def _class_dim(x: Any) -> int:
+    return 0 if x.ndim == 1 else 1
+
+
+def _collect(call: dict[str, Any], losses: Tensor, weights: Tensor | None) -> Tensor:
+    if call["reduction"] == "none":
+        return losses
+    total = losses.sum()
+    if call["reduction"] == "sum":
+        return total
+    return total / (settled(weights.sum()) if weights is not None else max(1, losses.numel()))
+
+
+def _split_nll(call: dict[str, Any]) -> Tensor:
+    x = settled(call["input"])
+    at = _class_dim(x)
+    _check_targets(call["target"], x, at)
+    keep, weights = _kept(call)
+    losses = torch.where(keep, -pick(x, torch.where(keep, call["target"], 0), at), 0.0)
+    if call["weight"] is not None:
+        losses = losses * weights
+    return _collect(call, losses, weights)
+
+
+def _check_targets(target: Tensor, x: Tensor, at: int) -> None:
+    if tuple(target.shape) != (*x.shape[:at], *x.shape[at + 1 :]):
+        raise ValueError(f"target has shape {list(target.shape)}, but for an input of shape {list(x.shape)} it needs {[*x.shape[:at], *x.shape[at + 1 :]]}")
+
+
+def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
+    given = call["input"]
+    x = settled(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
+    at, target, weight, smoothing = _class_dim(x), call["target"], call["weight"], call["label_smoothing"]
+    norm = settled(torch.logsumexp(x, at))
+    column = weight.reshape([-1 if d == at else 1 for d in range(x.ndim)]) if weight is not None else None
+    if target.ndim == x.ndim and target.is_floating_point():
+        goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
+        goal = goal if column is None else goal * column
+        losses = norm * goal.sum(at) - (x * goal).sum(at)
+        return _collect(call, losses, None).to(given.dtype)
+    _check_targets(target, x, at)
+    keep, weights = _kept(call)
+    losses = norm - pick(x, torch.where(keep, target, 0), at)
+    losses = losses if weight is None else losses * weights
+    if smoothing:
+        spread = norm * x.shape[at] - x.sum(at) if column is None or weight is None else norm * settled(weight.sum()) - (x * column).sum(at)
+        losses = losses * (1 - smoothing) + spread * (smoothing / x.shape[at])
+    return _collect(call, torch.where(keep, losses, 0.0), weights).to(given.dtype)
+
+
+_classes(F.cross_entropy, _split_cross_entropy)
+_classes(F.nll_loss, _split_nll)
