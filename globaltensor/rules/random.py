@@ -1,0 +1,28 @@
+"""Functions that draw from given probabilities: each element, or each row, by itself. Their numbers come from the op's own stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .notation import Arg, Op, align
+from .registry import rule
+
+__all__: list[str] = []
+
+
+def _elementwise(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.dims, result = align([a.shape for a in op.args])
+    op.out, op.random = [result], True
+
+
+# By function, not by name: bernoulli_ fills its tensor with the numbers of one device, which is another thing.
+rule([torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.binomial])(_elementwise)
+
+
+@rule([torch.multinomial, torch.Tensor.multinomial])
+def _multinomial(op: Op, weights: Arg, *args: Any, **kwargs: Any) -> None:
+    rows = tuple(range(weights.ndim - 1))
+    op.set(weights, (*rows, None))
+    op.out, op.random = [(*rows, None)], True
