@@ -11,13 +11,15 @@ from . import sbp
 from .autograd import no_sync
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
-from .creation import *  # noqa: F403  (torch's creation functions, with placement= and sbp=)
 from .distributed import env
 from .local_map import local_map
 from .placement import Placement, placement
 from .rules import rule
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local
+
+# Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
+from .creation import *  # noqa: E402,F403
 
 __version__ = "0.1.0"
 

@@ -508,9 +508,22 @@ def body_of(func: Any) -> Callable[..., Any] | None:
 def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any]:
     # The body asks first whether an argument overrides the function, and would come back here for ever: in this copy the answer is no.
     own = {**func.__globals__, **dict.fromkeys(names, lambda *a: False)}
+    if "overrides" in func.__code__.co_names:
+        own["torch"] = _Stand(torch, {"overrides": _Stand(torch.overrides, dict.fromkeys(names, lambda *a: False))})
     copy = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+class _Stand:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, names: dict[str, Any]) -> None:
+        self.__dict__.update(names)
+        self.__module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__module, name)
 
 
 def _inplace_error(name: str, spec: Spec) -> InplaceError:
