@@ -66,7 +66,7 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
     return found
 
 
-def assemble(locals_: Locals, spec: Spec, what: str = "result") -> torch.Tensor:
+def assemble(locals_: Locals, spec: Spec, what: str = "result", like: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """The local tensors of all ranks -> the global value. Fails where broadcast ranks differ or a local shape is not the spec's."""
     for rank, t in locals_.items():
         assert tuple(t.shape) == spec.local_shape(rank), f"{what} on rank {rank} has shape {tuple(t.shape)}, its spec {spec} says {spec.local_shape(rank)}"
@@ -80,7 +80,7 @@ def assemble(locals_: Locals, spec: Spec, what: str = "result") -> torch.Tensor:
             return torch.cat(parts, entry.dim)
         if entry.is_broadcast:
             for p in parts[1:]:
-                close(p, parts[0], f"{what} is broadcast on axis {axis}, but ranks differ")
+                close(p, parts[0], f"{what} is broadcast on axis {axis}, but ranks differ", like)
             return parts[0]
         return reduced(parts, entry.reduce)
 
@@ -253,4 +253,4 @@ def _compare(
         if all(g[k] is None for g in grads.values()):
             continue
         filled = {r: torch.zeros(specs[i].local_shape(r), dtype=leaves[i].dtype) if g[k] is None else g[k] for r, g in grads.items()}
-        close(assemble(filled, specs[i].dual(), f"gradient of operand {i}"), truth[k], f"gradient of operand {i}", want)
+        close(assemble(filled, specs[i].dual(), f"gradient of operand {i}", want), truth[k], f"gradient of operand {i}", want)
