@@ -138,6 +138,10 @@ class Comm(ABC):
     def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's (picklable) value, in the order of ``ranks``."""
 
+    def close(self) -> None:
+        """Let go of what the transport holds."""
+        return None
+
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         if self.size > 1:

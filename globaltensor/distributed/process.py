@@ -48,6 +48,9 @@ class ProcessComm(Comm):
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
 
+    def close(self) -> None:
+        self._group = None
+
     def broken(self, what: str, error: Exception) -> WorldError:
         return WorldError(f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}; a rank has died, hangs, or did something else")
 

@@ -56,6 +56,8 @@ class World(ABC):
 
     def close(self) -> None:
         """Let go of the communicators."""
+        for comm in self._comms.values():
+            comm.close()
         self._comms.clear()
 
 
@@ -81,6 +83,8 @@ class ProcessWorld(World):
         super().close()
         if self._owned and dist.is_initialized():
             self._owned = False
+            # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
+            del self.carrier
             dist.destroy_process_group()
 
 
