@@ -91,7 +91,8 @@ def flatten(t: Tensor) -> Tensor:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)
+    # One element may carry any stride and still count as contiguous; a view of another type wants 1.
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def combine(parts: Sequence[Tensor], op: str) -> Tensor:
