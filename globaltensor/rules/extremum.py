@@ -101,5 +101,5 @@ def extremum_with_gradient(x: Tensor, dims: tuple[int, ...], keepdim: bool, larg
         return extremum(x, dims, keepdim, largest)
     x = settled(x)
     value = settled(extremum(x, dims, True, largest))
-    mask = x.detach() == value
+    mask = (x.detach() == value).to(x.dtype)
     return carry(value, x, mask / mask.sum(dims, True), dims, keepdim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .notation import Arg, Op, align
-from .parts import canonical, dims_of, reduced, register
+from .parts import canonical, dims_of, reduced, register, unless_empty
 from .registry import RULES, rule
 
 __all__: list[str] = []
@@ -18,18 +18,19 @@ __all__: list[str] = []
 def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)) -> None:
     """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand needs whole; ``outs`` those that each result has."""
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: Op, function: Any, *args: Any, **kwargs: Any) -> None:
         leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
         named, lead = align(leads)
         for a, dims, shape in zip(op.args, named, leads, strict=True):
             op.set(a, (*dims, *[None] * (a.ndim - len(shape))))
         op.out = [(*lead, *[None] * n) for n in outs]
+        op.local = unless_empty(op, function)
 
     for name in names.split():
         for space in spaces:
             function = getattr(space, name, None)
             if function is not None and function not in RULES:
-                register(function, describe)
+                register(function, lambda op, *args, function=function, **kwargs: describe(op, function, *args, **kwargs))
 
 
 _EVERYWHERE = (torch.linalg, torch, Tensor)
@@ -64,48 +65,43 @@ def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True) -> None:
     op.set(B, (*second, *[None] * tail))
     op.out = [(*lead, *[None] * tail)]
     op.linear = [frozenset([B.index])]
+    op.local = unless_empty(op, torch.linalg.solve)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fourier
 
 
-def _fourier(op: Op, x: Arg, dims: tuple[int, ...], linear: bool = True) -> None:
+def _fourier(op: Op, function: Any, x: Arg, dims: tuple[int, ...]) -> None:
     reduced(op, x, dims, True, None)
-    op.out = [op.dims[x.index]]
-    op.linear = [frozenset([0])] if linear else []
+    op.out, op.linear = [op.dims[x.index]], [frozenset([0])]
+    op.local = unless_empty(op, function)
 
 
-def _last(n: int, s: Any, ndim: int) -> tuple[int, ...]:
-    return tuple(range(-len(s), 0)) if s is not None else tuple(range(ndim)) if n == 0 else tuple(range(-n, 0))
+def _one(op: Op, function: Any, input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
 
 
-def _one(op: Op, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
-        _fourier(op, input, dims_of(input, dim))
-
-    describe(*args, **canonical(kwargs))
+def _two(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
 
 
-def _several(count: int) -> Callable[..., None]:
-    def run(op: Op, *args: Any, **kwargs: Any) -> None:
-        def describe(input: Arg, s: Any = None, dim: Any = (-2, -1) if count else None, norm: str | None = None) -> None:
-            _fourier(op, input, dims_of(input, _last(count, s, input.ndim) if dim is None else dim))
-
-        describe(*args, **canonical(kwargs))
-
-    return run
+def _several(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = None, norm: str | None = None) -> None:
+    last = tuple(range(-len(s), 0)) if s is not None else None  # of as many dims as sizes are given
+    _fourier(op, function, input, dims_of(input, last if dim is None else dim))
 
 
-def _shift(op: Op, *args: Any, **kwargs: Any) -> None:
-    def describe(input: Arg, dim: Any = None) -> None:
-        _fourier(op, input, dims_of(input, dim))
+def _shift(op: Op, function: Any, input: Arg, dim: Any = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
 
-    describe(*args, **canonical(kwargs))
+
+def _transform(name: str, describe: Callable[..., None]) -> None:
+    function = getattr(torch.fft, name)
+    register(function, lambda op, *args, **kwargs: describe(op, function, *args, **canonical(kwargs)))
 
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-    register(getattr(torch.fft, _name), _one)
-    register(getattr(torch.fft, _name + "2"), _several(2))
-    register(getattr(torch.fft, _name + "n"), _several(0))
+    _transform(_name, _one)
+    _transform(_name + "2", _two)
+    _transform(_name + "n", _several)
 for _name in ("fftshift", "ifftshift"):
-    register(getattr(torch.fft, _name), _shift)
+    _transform(_name, _shift)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .notation import Arg, Dims, Factor, Op, align
-from .parts import canonical, dims_of, register
+from .notation import Arg, Dims, Factor, Op, Split, align
+from .parts import canonical, dims_of, register, zeros_connected
 from .registry import rule
 
 __all__ = ["product"]
@@ -101,6 +102,19 @@ def _linear(op: Op, input: Arg, weight: Arg, bias: Arg | None = None) -> None:
 def _bilinear(op: Op, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> None:
     lead = tuple(range(input1.ndim - 1))
     product(op, [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], [input1, input2, weight], (*lead, "o"), bias)
+    op.local = _bilinear_part
+
+
+def _bilinear_part(split: Split) -> Callable[..., Tensor]:
+    if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
+        return F.bilinear
+    shape, dtype = split.out_shape(), split.outs[0].dtype
+
+    def empty(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = zeros_connected(shape, dtype, [input1, input2, weight])
+        return out if bias is None else out + bias
+
+    return empty
 
 
 @rule([torch.tensordot])

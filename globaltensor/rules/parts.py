@@ -86,6 +86,8 @@ class _Zeros(torch.autograd.Function):
 
 def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
     """Zeros that depend on ``inputs`` in the graph, with gradients of zero."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(shape, dtype=dtype, device=inputs[0].device)
     return _Zeros.apply(shape, dtype, inputs[0].device, *inputs)  # type: ignore[no-any-return]
 
 

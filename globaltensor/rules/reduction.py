@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .extremum import extremum_with_gradient, settled
 from .notation import Arg, Op, Split, align
-from .parts import canonical, dims_of, operands, reduced, split_in
+from .parts import canonical, dims_of, operands, reduced, split_in, unless_empty
 from .registry import composite, rule
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -83,16 +83,17 @@ def _over_split(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- variance
 
 
-def _moments(names: str, results: int) -> None:
+def _moments(name: str, results: int) -> None:
     def describe(op: Op, input: Arg, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **kwargs: Any) -> None:
         dim = None if isinstance(dim, bool) else dim  # the second argument of the form without dims is `unbiased`
         reduced(op, input, dims_of(input, dim), keepdim, None, results)
+        op.local = unless_empty(op, getattr(torch, name))  # torch warns of a variance of nothing
 
-    rule(names.split())(lambda op, *args, **kwargs: describe(op, *args, **canonical(kwargs)))
+    rule(name)(lambda op, *args, **kwargs: describe(op, *args, **canonical(kwargs)))
 
 
-_moments("var std", 1)
-_moments("var_mean std_mean", 2)
+for _name, _results in (("var", 1), ("std", 1), ("var_mean", 2), ("std_mean", 2)):
+    _moments(_name, _results)
 
 
 def _split_variance(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -246,11 +247,15 @@ _along("mode", results=2, default=-1, reduces=True)
 _along("kthvalue", results=2, default=-1, reduces=True, at=2)
 
 
-@rule(["quantile", "nanquantile"])
-def _quantile(op: Op, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:
+def _quantile(op: Op, function: Any, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:
     reduced(op, input, dims_of(input, dim), keepdim, None)
     if isinstance(q, Arg) and q.ndim:  # one result for each q, in front
         op.out = [(None, *op.out[0])]
+    op.local = unless_empty(op, function)
+
+
+rule("quantile")(lambda op, *args, **kwargs: _quantile(op, torch.quantile, *args, **canonical(kwargs)))
+rule("nanquantile")(lambda op, *args, **kwargs: _quantile(op, torch.nanquantile, *args, **canonical(kwargs)))
 
 
 @rule("diff")
