@@ -1,0 +1,47 @@
+"""One process of the pool: takes functions from its connection, calls them, answers. Run as a script with the connection's file descriptor."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+
+import torch
+
+import globaltensor  # noqa: F401 - importing it is part of starting
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Connection(int(sys.argv[1]))
+    connection.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(answer(message))
+
+
+def answer(message: bytes) -> bytes:
+    """Call what the message says, in the state in which a process starts -> (True, result) or (False, traceback)."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fn, args = pickle.loads(message)
+            return pickle.dumps((True, fn(*args)))
+    except BaseException:  # whatever it is, the test will tell
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

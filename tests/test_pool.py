@@ -1,0 +1,64 @@
+"""The pool of processes that other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from support.pool import Pool, RanksFailed, run_on
+
+from globaltensor.distributed import env
+from globaltensor.distributed.world import world
+
+
+def who() -> tuple[int, int, list[int]]:
+    comm = world().comm(tuple(range(env.get_world_size())))
+    return env.get_rank(), env.get_world_size(), comm.all_gather_object(os.getpid())
+
+
+def fails_on_one() -> None:
+    if env.get_rank() == 1:
+        raise ValueError("the sky fell")
+    world().comm((0, 1)).barrier()
+
+
+def sleeps_on_one() -> None:
+    if env.get_rank() == 1:
+        time.sleep(60)
+
+
+def dies_on_one() -> None:
+    if env.get_rank() == 1:
+        os._exit(7)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_of_one_world(n: int) -> None:
+    first, again = run_on(n, who), run_on(n, who)
+    assert [(rank, size) for rank, size, _ in first] == [(r, n) for r in range(n)]
+    assert first == again, "the processes are the same from call to call"
+    assert len(set(first[0][2])) == n
+
+
+def test_a_failure_shows_its_traceback_and_ends_the_pool(fresh_pool: Callable[[int], Pool]) -> None:
+    pool = fresh_pool(2)
+    pool.run(who)
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: Traceback.*in fails_on_one.*ValueError: the sky fell"):
+        pool.run(fails_on_one)
+
+
+def test_a_late_rank_shows_where_it_is(fresh_pool: Callable[[int], Pool]) -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: no answer within 1 s.*in sleeps_on_one"):
+        fresh_pool(2).run(sleeps_on_one, timeout=1)
+
+
+def test_a_dead_rank_is_noticed(fresh_pool: Callable[[int], Pool]) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 of 2: the process ended with code 7"):
+        fresh_pool(2).run(dies_on_one)
+
+
+def test_a_function_that_cannot_be_sent_is_refused_here() -> None:
+    with pytest.raises(AttributeError, match="local object|pickle"):
+        run_on(2, lambda: None)
