@@ -305,6 +305,16 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.fill_(value)`` and ``x.zero_()``: every part is filled; on a partial_sum axis coordinate 0 holds the value, the others zeros."""
+    x = args[0]
+    value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
+    if isinstance(value, Tensor) or x._stale:  # copy_ knows about gradients of the value, and about views that hold their data elsewhere
+        return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
+    x._local.fill_(value if random.holds(x._spec) else 0)
+    return x
+
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -317,6 +327,7 @@ HANDLERS: dict[Any, Handler] = {
     **{getattr(torch, n): _out for n in MAKE if n not in ("tensor", "as_tensor", "normal")},
     **{getattr(torch, n): _handler(_like, n) for n in LIKES},
     **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
+    **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),
 }
 dispatch.HANDLERS.update(HANDLERS)
 __all__ = ["HANDLERS", *sorted(n for n in MAKE), *LIKES]

@@ -31,7 +31,7 @@ from .errors import InplaceError, PlacementError, WorldError
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
 
-__all__ = ["FILLS", "HANDLERS", "Fill", "draw", "filled", "masked", "part", "run", "skip"]
+__all__ = ["FILLS", "HANDLERS", "Fill", "draw", "filled", "holds", "masked", "part", "run", "skip"]
 
 #: Elements drawn at a time. A multiple of 16, because torch makes normal numbers in groups of 16.
 BLOCK: Final = 1 << 16
@@ -223,10 +223,14 @@ def part(whole: Tensor, spec: Spec) -> Tensor:
 
 
 def masked(local: Tensor, spec: Spec) -> Tensor:
-    """The part itself on the rank that holds the value (coordinate 0 of each axis that adds up), zeros on the others."""
+    """The part itself where this rank holds the value, zeros elsewhere."""
+    return local if holds(spec) else torch.zeros_like(local)
+
+
+def holds(spec: Spec) -> bool:
+    """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds up: coordinate 0 does, for the sum to be the value."""
     where = spec.placement.coordinate(world().rank) or ()
-    adds_up = any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=True))
-    return torch.zeros_like(local) if adds_up else local
+    return not any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=bool(where)))
 
 
 def _place(block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:

@@ -1,0 +1,211 @@
+"""Creation: global sizes, torch's values on any layout, and errors that say what is missing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor import creation
+from globaltensor.distributed.comm import comms
+from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import GlobalTensorError, PlacementError, SbpError
+from globaltensor.placement import Placement
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum, split
+from globaltensor.wrapper import GlobalTensor
+
+LINE, GRID, ONE = Placement("cpu", [0, 1, 2]), Placement("cpu", [[3, 0], [2, 1]]), Placement("cpu", [0])
+S0, S1 = split(0), split(1)
+FLAT: list[tuple[Placement, tuple[Sbp, ...]]] = [
+    *((LINE, (e,)) for e in (S0, partial_sum, partial_max)),
+    *((GRID, pair) for pair in ((S0, S0), (partial_sum, split(-1)))),
+]
+TABLES = [*FLAT, (LINE, (S1,)), *((GRID, p) for p in itertools.product((broadcast, S0, S1), repeat=2))]
+
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+MATRICES: Calls = {
+    "ones": ((5, 4), {}),
+    "zeros": (((5, 4),), {"dtype": torch.bool}),
+    "full": (((5, 4), 2.5), {}),
+    "full ": (((5, 4),), {"fill_value": 7}),
+    "eye": ((5,), {}),
+    "eye ": ((3, 7), {"dtype": torch.int32}),
+    "tensor": (([[1, 2], [3, 4], [5, 6]],), {}),
+    "as_tensor": ((np.arange(12.0).reshape(4, 3),), {"dtype": torch.float32}),
+    "tril_indices": ((4, 3), {}),
+    "triu_indices": ((4, 3), {"offset": 1}),
+}
+VECTORS: Calls = {
+    "arange": ((7,), {}),
+    "arange ": ((1, 19, 3), {}),
+    "arange  ": ((19, 1, -3), {"dtype": torch.int16}),
+    "arange   ": ((), {"start": 2, "end": 9}),
+    "arange    ": ((2,), {"end": 9, "step": 2}),
+    "arange     ": ((0.0, 1.0, 0.07), {}),
+    "arange      ": ((11,), {"dtype": torch.float32}),
+    "arange       ": ((3, 3), {}),
+    "linspace": ((0, 1, 23), {}),
+    "linspace ": ((2, 2, 5), {"dtype": torch.float64}),
+    "logspace": ((0, 1, 5), {"base": 2.0}),
+    "bartlett_window": ((7,), {}),
+    "blackman_window": ((7,), {}),
+    "hamming_window": ((7,), {"periodic": False}),
+    "hann_window": ((7,), {}),
+    "kaiser_window": ((7, True, 10.0), {}),
+}
+
+
+def everywhere(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layouts: list[tuple[Placement, tuple[Sbp, ...]]]) -> None:
+    want = getattr(torch, name.strip())(*args, **kwargs)
+
+    def on_ranks() -> None:
+        for placement, layout in layouts:
+            with comms() as log:
+                x = getattr(flow, name.strip())(*args, placement=placement, sbp=list(layout), **kwargs)
+            assert not log, "creating communicates"
+            assert isinstance(x, GlobalTensor)
+            assert tuple(x.shape) == tuple(want.shape)
+            assert x.dtype == want.dtype
+            assert x.spec.layout == tuple(split(e.dim % want.ndim) if e.is_split else e for e in layout)
+            assert tuple(x.to_local().shape) == x.spec.local_shape(flow.env.get_rank())
+            got = x.numpy()
+            assert np.array_equal(got, want.numpy()), (name, layout)
+
+    simulate(4, on_ranks)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrices(name: str) -> None:
+    everywhere(name, *MATRICES[name], [t for t in TABLES if MATRICES[name][1].get("dtype") is not torch.bool or not t[1][0].is_partial])
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(name: str) -> None:
+    everywhere(name, *VECTORS[name], FLAT)
+
+
+def test_scalars_and_empty() -> None:
+    def on_ranks() -> None:
+        assert float(flow.scalar_tensor(3.5, placement=LINE, sbp=partial_sum)) == 3.5
+        assert float(flow.tensor(2.0, placement=LINE, sbp=broadcast)) == 2.0
+        assert tuple(flow.empty(0, 3, placement=LINE, sbp=S0).numpy().shape) == (0, 3)
+        assert tuple(flow.empty(5, 3, dtype=torch.bfloat16, placement=GRID, sbp=[S0, S1]).shape) == (5, 3)
+
+    simulate(4, on_ranks)
+
+
+def test_without_placement_it_is_torch() -> None:
+    x = flow.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    assert type(x) is Tensor
+    assert x.requires_grad
+    assert torch.equal(flow.zeros_like(x), torch.zeros(2, 3, dtype=torch.float64))
+    for name in creation.__all__:
+        if name != "HANDLERS":
+            assert getattr(flow, name) is getattr(creation, name)
+
+
+def test_a_rank_makes_its_own_part_only() -> None:
+    def on_ranks() -> None:
+        four = Placement("cpu", list(range(4)))
+        x = flow.zeros(4, 1 << 20, placement=four, sbp=S0)
+        assert x.to_local().shape == (1, 1 << 20)
+        assert x.to_local().untyped_storage().nbytes() == 4 << 20
+        assert flow.arange(1 << 22, placement=four, sbp=S0).to_local()[0] == flow.env.get_rank() << 20
+
+    simulate(4, on_ranks)
+
+
+def test_likes() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(5, 4, dtype=torch.float64, placement=GRID, sbp=[S0, broadcast])
+        for name, args in (("zeros", ()), ("ones", ()), ("full", (2.5,)), ("empty", ()), ("rand", ()), ("randn", ()), ("randint", (9,))):
+            y = getattr(torch, name + "_like")(x, *args)
+            assert y.spec is x.spec, name
+            z = getattr(flow, name + "_like")(x, *args, dtype=torch.float32, sbp=[S1, S0], device=x.device)
+            assert z.spec is x.spec.replace(dtype=torch.float32, layout=[S1, S0])
+            moved = getattr(flow, name + "_like")(x, *args, placement=LINE, sbp=S1, requires_grad=True)
+            assert moved.placement is LINE
+            assert moved.requires_grad
+            made = getattr(flow, name + "_like")(torch.empty(3, 2), *args, placement=LINE, sbp=S0)
+            assert tuple(made.shape) == (3, 2)
+        assert float(torch.full_like(x, 2.5).sum()) == 50.0
+        assert float(flow.full_like(x, fill_value=2.0).sum()) == 40.0
+
+    simulate(4, on_ranks)
+
+
+def test_new() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(5, 4, dtype=torch.float64, placement=GRID, sbp=[S0, broadcast])
+        b = [broadcast, broadcast]
+        assert float(x.new_ones(2, 2).sum()) == 4.0
+        made = [x.new_ones(2, 2), x.new_zeros((2, 2)), x.new_empty((2, 2)), x.new_full((2, 2), 3), x.new_tensor([[1, 2], [3, 4]])]
+        for y in (*made, torch.Tensor.new_ones(x, (2, 2))):
+            assert list(y.sbp) == b
+            assert y.placement is GRID
+            assert y.dtype == torch.float64
+        assert x.new_zeros(3, dtype=torch.int64, device="cpu", requires_grad=False).dtype == torch.int64
+        assert x.new_ones((6, 2), placement=LINE, sbp=S0).to_local().shape in ((2, 2), (0,))
+        with pytest.raises(PlacementError, match="device"):
+            x.new_ones(2, device="cuda")
+
+    simulate(4, on_ranks)
+
+
+def test_in_place_and_out() -> None:
+    def on_ranks() -> None:
+        for placement, layout in ((LINE, (S0,)), (LINE, (partial_sum,)), (GRID, (S1, S0))):
+            x = flow.ones(4, 4, placement=placement, sbp=list(layout))
+            assert float(x.fill_(2.0).sum()) == 32.0
+            assert float(x.zero_().sum()) == 0.0
+            assert x.spec.layout == layout
+            assert float(nn.init.constant_(x, 3.0).sum()) == 48.0
+        w = flow.empty(4, 3, placement=GRID, sbp=[S0, S1])
+        nn.init.eye_(w)
+        assert np.array_equal(w.numpy(), torch.eye(4, 3).numpy())
+        torch.arange(6, out=(v := flow.empty(6, dtype=torch.int64, placement=LINE, sbp=S0)))
+        assert v.tolist() == list(range(6))
+
+    simulate(4, on_ranks)
+
+
+def test_gradients() -> None:
+    def on_ranks() -> None:
+        for layout in ((S0,), (broadcast,)):
+            x = flow.full((5, 2), 3.0, placement=LINE, sbp=list(layout), requires_grad=True)
+            assert x.is_leaf
+            assert x.requires_grad
+            (x * x).sum().backward()
+            assert x.grad is not None
+            assert np.array_equal(x.grad.numpy(), np.full((5, 2), 6.0, dtype=np.float32))
+
+    simulate(4, on_ranks)
+
+
+BAD: list[tuple[Callable[[], Any], type[GlobalTensorError], str]] = [
+    (lambda: flow.ones(2, 2, placement=ONE), SbpError, "no sbp"),
+    (lambda: flow.ones(2, 2, sbp=S0), PlacementError, "no placement"),
+    (lambda: flow.zeros_like(torch.ones(2), sbp=S0), PlacementError, "no placement"),
+    (lambda: flow.ones(2, 2, placement=[0], sbp=S0), PlacementError, "placement"),
+    (lambda: flow.ones(2, 2, placement=ONE, sbp=[S0, S1]), SbpError, "2 entries"),
+    (lambda: flow.ones(2, 2, placement=ONE, sbp=split(2)), SbpError, "dim 2"),
+    (lambda: flow.ones(2, 2, placement=ONE, sbp="split"), SbpError, "split"),
+    (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, device="cpu"), PlacementError, "device"),
+    (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, out=torch.empty(2, 2)), PlacementError, "out"),
+    (lambda: flow.ones(2, placement=Placement("cpu", [0, 7]), sbp=S0), PlacementError, "rank 7"),
+    (lambda: flow.tensor(flow.ones(2, placement=ONE, sbp=S0), placement=ONE, sbp=broadcast), PlacementError, "to_global"),
+    (lambda: flow.zeros(2, 2, layout=torch.sparse_coo, placement=ONE, sbp=S0), SbpError, "layout"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_bad_arguments(number: int) -> None:
+    call, error, words = BAD[number]
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,374 @@
+"""Random numbers: those of one device on any placement, and streams that replicas share and split ranks do not."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import globaltensor as flow
+from globaltensor import random
+from globaltensor.distributed.comm import Comm
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import World, set_world, world
+from globaltensor.errors import InplaceError
+from globaltensor.placement import Placement
+from globaltensor.random import Fill, filled, run, skip
+from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.spec import Spec
+
+LINE, GRID = Placement("cpu", [0, 1, 2]), Placement("cpu", [[0, 1], [2, 3]])
+S0, S1 = split(0), split(1)
+LAYOUTS: list[tuple[Placement, tuple[Sbp, ...]]] = [
+    *((LINE, (e,)) for e in (broadcast, S0, S1, partial_sum)),
+    *((GRID, pair) for pair in itertools.product((broadcast, S0, S1), repeat=2)),
+    (GRID, (partial_sum, S1)),
+]
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+FILLS: list[tuple[Fill, tuple[torch.dtype, ...]]] = [
+    (Fill("uniform_", (-1.0, 3.0)), (*FLOATS, torch.complex64)),
+    (Fill("normal_", (1.0, 2.0)), (*FLOATS, torch.complex64)),
+    (Fill("random_", (0, 100)), (*FLOATS, torch.int64, torch.int32, torch.uint8)),
+    (Fill("random_", (0, 1 << 40)), (torch.int64, torch.float64)),
+    (Fill("random_"), (torch.int64, torch.bool)),
+    (Fill("bernoulli_", (0.3,)), (*FLOATS, torch.int64, torch.bool)),
+    (Fill("exponential_", kwargs={"lambd": 2.0}), FLOATS),
+    (Fill("cauchy_"), FLOATS),
+    (Fill("geometric_", (0.3,)), (*FLOATS, torch.int64)),
+    (Fill("log_normal_"), FLOATS),
+]
+
+
+class Alone(World):
+    """A rank that talks to nobody: drawing needs no communication."""
+
+    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+        raise AssertionError("drawing communicates")
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    set_world(Alone(rank, size))
+    try:
+        yield
+    finally:
+        set_world(None)
+
+
+def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
+    """What the ranks' parts stand for; each rank starts from the same seed and must end in the same state."""
+    whole, states = torch.zeros(spec.shape, dtype=spec.dtype), []
+    for rank in range(size):
+        with as_rank(rank, size):
+            torch.manual_seed(7)
+            local = make()
+            states.append(torch.get_rng_state())
+        if spec.placement.coordinate(rank) is None:
+            assert local.shape == (0,)
+            continue
+        offsets, lengths = spec.box(rank)
+        assert tuple(local.shape) == lengths
+        where = whole[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+        if any(e.is_partial for e in spec.layout):
+            where += local
+        else:
+            where.copy_(local)
+    assert all(torch.equal(s, states[0]) for s in states)
+    return whole
+
+
+def on_one_device(fill: Fill, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(7)
+    return fill(torch.empty(shape, dtype=dtype), None), torch.get_rng_state()
+
+
+def check(fill: Fill, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, layout: tuple[Sbp, ...]) -> None:
+    spec = Spec.make(shape, dtype, placement, layout)
+    want, state = on_one_device(fill, shape, dtype)
+    got = assembled(spec, placement.size + 1, lambda: filled(spec, fill))  # one rank more than the placement has
+    assert torch.equal(got, want), f"{fill} {spec}"
+    assert torch.equal(torch.get_rng_state(), state), f"{fill} {spec}: the generator ends elsewhere"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks so small that small tensors need many."""
+    random._in_blocks.cache_clear()
+    monkeypatch.setattr(random, "BLOCK", 32)
+    yield
+    random._in_blocks.cache_clear()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("fill", "dtypes"), FILLS, ids=lambda v: v.name + str(v.args) if isinstance(v, Fill) else "")
+def test_every_size_and_dtype(fill: Fill, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        for n in (*range(20), *range(20, 200, 7), 1000):
+            check(fill, (n,), dtype, LINE, (S0,))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("placement", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("shape", [(37, 19), (5, 70), (70, 3), (3, 1), (2, 0), (7, 3, 2, 5), (1, 4, 33)], ids=str)
+def test_every_layout(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> None:
+    for fill in (Fill("normal_"), Fill("uniform_")):
+        check(fill, shape, torch.float32, placement, layout)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_units_and_zero_dims() -> None:
+    check(Fill("normal_"), (24, 9), torch.float32, GRID, (S0.with_unit(4), S1.with_unit(3)))
+    check(Fill("normal_"), (), torch.float32, LINE, (broadcast,))
+
+
+@pytest.mark.parametrize("n", [random.BLOCK - 1, random.BLOCK + 15, random.BLOCK + 16, 3 * random.BLOCK + 5])
+def test_large_tensors(n: int) -> None:
+    for fill in (Fill("normal_"), Fill("bernoulli_", (0.5,)), Fill("exponential_")):
+        check(fill, (n,), torch.float32, LINE, (S0,))
+        check(fill, (2, n // 2), torch.float32, GRID, (S1, S0))
+
+
+def test_a_kernel_without_blocks_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "BLOCK", 32)
+    monkeypatch.setattr(random, "_in_blocks", lambda name, dtype: False)
+    check(Fill("bernoulli_", (0.3,)), (37, 19), torch.float32, GRID, (S0, S1))
+
+
+# ---------------------------------------------------------------------------------------------------------------- through the dispatcher
+
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "rand": lambda **k: flow.rand(37, 19, **k),
+    "randn": lambda **k: flow.randn((3, 5), **k),
+    "randn double": lambda **k: flow.randn(37, 19, dtype=torch.float64, **k),
+    "randint": lambda **k: flow.randint(0, 1000, (37, 19), **k),
+    "randint one bound": lambda **k: flow.randint(50, (37, 19), dtype=torch.int32, **k),
+    "randint named": lambda **k: flow.randint(low=3, high=9, size=(37, 19), **k),
+    "normal": lambda **k: flow.normal(1.0, 2.0, (37, 19), **k),
+    "normal of tensors": lambda **k: flow.normal(torch.arange(8.0).view(2, 4), torch.ones(2, 4), **k),
+    "rand_like": lambda **k: flow.rand_like(torch.zeros(37, 19), **k),
+    "randn_like": lambda **k: flow.randn_like(torch.zeros(37, 19, dtype=torch.float64), **k),
+    "randint_like": lambda **k: flow.randint_like(torch.zeros(37, 19), 5, 11, **k),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_creation_equals_one_device(name: str) -> None:
+    def on_ranks(placement: Placement, layout: tuple[Sbp, ...]) -> list[Tensor]:
+        torch.manual_seed(42)
+        drawn = [DRAWS[name](placement=placement, sbp=list(layout)) for _ in range(2)]
+        assert all(tuple(d.sbp) == layout for d in drawn)
+        return [*(torch.from_numpy(d.numpy()) for d in drawn), torch.get_rng_state()]
+
+    torch.manual_seed(42)
+    want = [DRAWS[name](), DRAWS[name](), torch.get_rng_state()]
+    for placement, layout in LAYOUTS[:9:2]:
+        for got in simulate(placement.size, on_ranks, placement, layout):
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)), layout
+
+
+def test_randperm_and_generator() -> None:
+    def on_ranks() -> list[Tensor]:
+        torch.manual_seed(3)
+        own = torch.Generator().manual_seed(11)
+        before = torch.get_rng_state()
+        a = flow.randn(50, 3, placement=LINE, sbp=S0, generator=own)
+        assert torch.equal(torch.get_rng_state(), before)  # the default generator is left alone
+        b = flow.empty(50, 3, placement=LINE, sbp=S0).uniform_(generator=own)
+        c = flow.randperm(19, placement=LINE, sbp=S0, generator=own)
+        d = flow.randperm(19, placement=LINE, sbp=S0)
+        return [torch.from_numpy(x.numpy()) for x in (a, b, c, d)]
+
+    own = torch.Generator().manual_seed(11)
+    torch.manual_seed(3)
+    want = [torch.randn(50, 3, generator=own), torch.empty(50, 3).uniform_(generator=own), torch.randperm(19, generator=own), torch.randperm(19)]
+    for got in simulate(4, on_ranks):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+INITS: list[Callable[[Tensor], object]] = [
+    nn.init.uniform_, nn.init.normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
+    nn.init.trunc_normal_, lambda w: nn.init.constant_(w, 3.0), lambda w: w.uniform_(-2, 3), lambda w: w.bernoulli_(0.3),
+    lambda w: w.bernoulli_(p=torch.full((16, 12), 0.4)),
+    lambda w: w.exponential_(), lambda w: w.random_(2, 9), lambda w: w.random_(), lambda w: w.geometric_(0.2), lambda w: w.log_normal_(), lambda w: w.cauchy_(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(INITS)))
+def test_initialisers_equal_one_device(number: int) -> None:
+    def on_ranks(placement: Placement, layout: tuple[Sbp, ...]) -> Tensor:
+        w = flow.zeros(16, 12, placement=placement, sbp=list(layout), requires_grad=True)
+        torch.manual_seed(9)
+        with torch.no_grad():
+            INITS[number](w)
+        assert tuple(w.sbp) == layout
+        assert w.requires_grad
+        return torch.from_numpy(w.detach().numpy())
+
+    torch.manual_seed(9)
+    want = torch.zeros(16, 12)
+    INITS[number](want)
+    for placement, layout in LAYOUTS[1:9:2]:
+        for got in simulate(placement.size, on_ranks, placement, layout):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_in_place_checks() -> None:
+    w = flow.ones(4, placement=Placement("cpu", [0]), sbp=broadcast, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf"):
+        w.normal_()
+    with pytest.raises(InplaceError, match="to_global"):
+        torch.zeros(4).bernoulli_(w.detach())
+
+
+# ---------------------------------------------------------------------------------------------------------------- streams
+
+
+def draws(*coordinate: int) -> Tensor:
+    return run(torch.rand, (8,), {}, coordinate)  # type: ignore[no-any-return]
+
+
+def test_streams() -> None:
+    torch.manual_seed(5)
+    mersenne = torch.get_rng_state()[24:]
+    first, elsewhere, second = draws(0), draws(1), draws(0)
+    assert torch.equal(torch.get_rng_state()[24:], mersenne), "plain draws would see it"
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    torch.rand(3)  # a plain draw of this rank's own
+    assert torch.equal(draws(0), first)
+    torch.manual_seed(5)
+    assert not torch.equal(draws(1), first)
+    assert torch.equal(draws(1), elsewhere)
+    torch.manual_seed(5)
+    skip()
+    skip()
+    assert torch.equal(draws(0), second)
+    torch.manual_seed(6)
+    assert not torch.equal(draws(0), first)
+    own = [torch.Generator().manual_seed(5) for _ in range(16)]
+    assert len({tuple(run(torch.rand, (2,), {"generator": g}, (i // 4, i % 4)).tolist()) for i, g in enumerate(own)}) == 16
+
+
+def test_streams_are_saved_and_restored_with_the_generator() -> None:
+    torch.manual_seed(5)
+    draws(0)
+    state = torch.get_rng_state()
+    after = draws(0)
+    with torch.random.fork_rng(devices=[]):
+        forked = draws(0)
+    assert torch.equal(draws(0), forked)
+    torch.set_rng_state(state)
+    assert torch.equal(draws(0), after)
+
+
+def test_streams_survive_errors() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    torch.manual_seed(5)
+    with pytest.raises(ValueError, match="no"):
+        run(fail, (), {}, (0,))
+    torch.manual_seed(5)
+    skip()
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_streams_of_a_given_generator() -> None:
+    own = torch.Generator().manual_seed(5)
+    before = torch.get_rng_state()
+    a = run(torch.rand, (8,), {"generator": own}, (0,))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(run(torch.rand, (8,), {"generator": torch.Generator().manual_seed(5)}, (0,)), a)
+    assert not torch.equal(run(torch.rand, (8,), {"generator": own}, (0,)), a)
+
+
+def test_checkpointed_dropout_draws_the_same_mask_again() -> None:
+    torch.manual_seed(5)
+    x = torch.ones(100, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def block(v: Tensor) -> Tensor:
+        out: Tensor = run(F.dropout, (v, 0.5), {}, (0,))
+        seen.append(out.detach())
+        return out * v
+
+    torch.manual_seed(5)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(seen[0], seen[1])
+    after = draws(0)
+    torch.manual_seed(5)
+    skip()
+    assert torch.equal(draws(0), after), "the recomputation moved the key"
+
+
+def test_replicas_agree_and_split_ranks_do_not() -> None:
+    def on_ranks() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        x = flow.full((30, 8), 0.5, placement=LINE, sbp=broadcast)
+        y = flow.full((30, 8), 0.5, placement=LINE, sbp=S0)
+        return torch.bernoulli(x).to_local(), torch.bernoulli(y).to_local()
+
+    first, again = simulate(3, on_ranks), simulate(3, on_ranks)
+    assert all(torch.equal(a, b) for pair in zip(first, again, strict=True) for a, b in zip(*pair, strict=True)), "not reproducible from the seed"
+    same, parts = zip(*first, strict=True)
+    assert all(torch.equal(s, same[0]) for s in same)
+    assert not torch.equal(parts[0], parts[1])
+    assert not torch.equal(parts[1], parts[2])
+
+
+def test_multinomial_by_rows() -> None:
+    def on_ranks() -> Tensor:
+        torch.manual_seed(3)
+        weights = flow.eye(6, placement=LINE, sbp=S0)
+        drawn = torch.multinomial(weights, 4, replacement=True)
+        assert tuple(drawn.sbp) == (S0,)
+        return torch.from_numpy(drawn.numpy())
+
+    for got in simulate(3, on_ranks):
+        assert torch.equal(got, torch.arange(6)[:, None].expand(6, 4))
+
+
+def test_normal_of_global_tensors() -> None:
+    def on_ranks() -> list[Tensor]:
+        torch.manual_seed(3)
+        mean, std = flow.arange(20.0, placement=LINE, sbp=S0), flow.full((20,), 0.5, placement=LINE, sbp=S0)
+        return [torch.from_numpy(t.numpy()) for t in (torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std))]
+
+    torch.manual_seed(3)
+    mean, std = torch.arange(20.0), torch.full((20,), 0.5)
+    want = [torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std)]
+    for got in simulate(3, on_ranks):
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+def test_a_stream_is_cheap() -> None:
+    x, n = torch.randn(8, 16), 300
+
+    def best(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            for _ in range(n):
+                call()
+            times.append((time.perf_counter() - start) / n)
+        return min(times)
+
+    assert world().size == 1
+    extra = best(lambda: run(F.dropout, (x, 0.5), {}, (0,))) - best(lambda: F.dropout(x, 0.5))
+    assert extra < 60e-6, f"{extra * 1e6:.1f} us over the plain call"
+
+
+def test_the_rest_of_torch_random_is_there() -> None:
+    assert flow.random.fork_rng is torch.random.fork_rng
+    assert flow.random.manual_seed is torch.random.manual_seed
