@@ -15,6 +15,7 @@ from .distributed import env
 from .local_map import local_map
 from .placement import Placement, placement
 from .rules import rule
+from .show import show
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local
 

@@ -42,42 +42,52 @@ _SCALARS = {f for f, r in RULES.items() if r.scalars}
 
 
 def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """``__torch_function__`` of GlobalTensor."""
-    free = func in _SCALARS
+    """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure (benchmarks/eager_overhead.py) before changing one."""
     key: list[Any] = [func]
     for a in args:
         t = type(a)
         if t is GlobalTensor:
             key.append(a._spec)
         elif t is float or t is int:
-            key.append(t if free else (t, a))
+            key.append(t)
+            if func not in _SCALARS:
+                key.append(a)
         elif a is None or t is bool or t is torch.dtype or t is str:
             key.append(a)
         else:
-            key.append(_key(a, free))
+            key.append(_key(a, func in _SCALARS))
     if kwargs:
         for name, a in kwargs.items():
             key.append(name)
-            key.append(a._spec if type(a) is GlobalTensor else _key(a, free))
+            key.append(a._spec if type(a) is GlobalTensor else a if a is None or type(a) is bool else _key(a, func in _SCALARS))
     try:
-        found = _cache.plans.get(tuple(key))
-    except TypeError:  # an argument that cannot be hashed: plan the call each time
-        return _plan(func, args, kwargs or {}).run(func, args, kwargs or {})
-    if found is None:
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        found = _plan(func, args, kwargs or {})
+        found = _cache.plans[tuple(key)]
+    except (KeyError, TypeError) as miss:
+        found = _missed(func, args, kwargs or {}, key if isinstance(miss, KeyError) else None)
+    if not found.direct:
+        return found.run(func, args, kwargs or {})
+    if kwargs:
+        kwargs = {k: v._local if type(v) is GlobalTensor else v for k, v in kwargs.items()}
+        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **kwargs)
+    else:
+        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args])
+    wrapped = _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+    wrapped._local = out
+    wrapped._spec = found.out
+    return wrapped
+
+
+def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
+    """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
+    handler = HANDLERS.get(func)
+    if handler is not None:
+        return Through(lambda *a, **k: handler(func, a, k))
+    found = _plan(func, args, kwargs)
+    if key is not None:
         if len(_cache.plans) >= _MOST:
             _cache.plans.clear()
         _cache.plans[tuple(key)] = found
-    if found.direct:
-        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **(kwargs or {}))
-        wrapped = _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
-        wrapped._local = out
-        wrapped._spec = found.out
-        return wrapped
-    return found.run(func, args, kwargs or {})
+    return found
 
 
 GlobalTensor.__torch_function__ = classmethod(call)  # type: ignore[assignment]
@@ -190,7 +200,8 @@ class Boxed(Plan):
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
         self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
-        self.routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        self.routes = [r if r is not None and r.moves else None for r in routes]
         self.traffic = any(r is not None and r.bytes for r in self.routes)
         self.outside = src[0].placement.coordinate(world().rank) is None
         self.inplace = False
@@ -208,7 +219,7 @@ class Boxed(Plan):
         out = []
         for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
             local = t._local if isinstance(t, GlobalTensor) else promote(t, src)
-            out.append(local if src is dst else box(local, src, dst, why=f"{self.name}: operand {i}"))
+            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}"))
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +241,7 @@ class Boxed(Plan):
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
             out = function(*new_args, **new_kwargs) if self.coordinates is None else RANDOM[0](function, new_args, new_kwargs, self.coordinates)
             if self.inplace:
-                tensors[0]._spec = self.outs[0]  # type: ignore[assignment]
+                tensors[0]._spec = self.outs[0]
                 return tensors[0]
             if self.single:
                 return self._wrapped(out, self.outs[0])
@@ -405,7 +416,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     meta, structure = _on_meta(func, specs, args, kwargs)
     if meta is None:
         return _unruled(func, specs, args, kwargs)
-    op = Op([Arg(i, s) for i, s in enumerate(specs)])
+    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
     these = iter(op.args)
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
@@ -415,6 +426,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if op.composite is not None:
         return Through(op.composite)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
+    if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
+        outs, op.out = [specs[0]], [op.dims[0]]
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
     choice = choose(op, outs, keep=0 if rule.inplace else None)
@@ -435,7 +448,7 @@ def _freeze(func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
-    flat = all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in args) and not tensors_in(kwargs, [])
+    flat = all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if flat and done.single and not rule.inplace and not done.outside and done.coordinates is None and all(r is None for r in done.routes):
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)

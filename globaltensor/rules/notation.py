@@ -97,7 +97,7 @@ class Op:
     ``linear``: groups of operands that may be partial sums together while the others are broadcast, giving partial results.
     ``addends``: operands that enter as partial where a contracted factor is split (a bias). ``carries``: any kind of partial passes through.
     ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs.
-    ``composite``: the call is written with other global ops instead. ``random``: draws random numbers. ``view``: the result aliases operand 0.
+    ``composite``: the call is written with other global ops instead. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
     """
 
     args: list[Arg]
@@ -113,6 +113,7 @@ class Op:
     composite: Callable[..., Any] | None = None
     random: bool = False
     view: bool = False
+    function: Any = None
 
     def __post_init__(self) -> None:
         if not self.dims:

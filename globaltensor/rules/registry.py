@@ -118,12 +118,28 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
             op.linear = [frozenset([i]) for i in range(n)]
         elif linear == "first" and args and isinstance(args[0], Arg):
             op.linear = [frozenset([0])]
-        elif linear == "joint" and not any(isinstance(a, (int, float, complex)) for a in positional):
-            op.linear = [frozenset(range(n))]
+        elif linear == "joint":
+            if any(isinstance(a, (int, float, complex)) for a in positional) and any(e.is_partial for a in op.args for e in a.spec.layout):
+                op.composite = numbers_as_tensors(op.function)
+            op.linear = [] if any(isinstance(a, (int, float, complex)) for a in positional) else [frozenset(range(n))]
         elif linear == "rest" and not any(isinstance(a, (int, float, complex)) for a in positional):
             op.linear = [frozenset(range(1, n))]
 
     rule(names.split(), scalars=True)(describe)
+
+
+def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call with the plain numbers among its arguments as 0-dim global tensors: one added to a partial sum must be added once."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        x = next(a for a in args if isinstance(a, torch.Tensor))
+
+        def tensor(a: Any) -> Any:
+            return x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a)) if isinstance(a, (int, float, complex)) else a
+
+        return function(*[tensor(a) for a in args], **kwargs)
+
+    return call
 
 
 def composite(names: str, when: Callable[..., bool]) -> Any:
