@@ -178,12 +178,13 @@ def same_losses(contenders: dict[str, Callable[[], float]], steps: int = 2, tole
 
 
 def show(rows: Sequence[Row], as_json: bool, base: str) -> None:
-    """Print the rows: JSON lines, or a table with each contender's ratio of ours to it. ``base`` is the contender that the others are compared with."""
+    """Print the rows: JSON lines, or a table with each contender's ratio to ``base``."""
     if as_json:
         for row in rows:
             print(row.line(), flush=True)
     else:
-        print(table([json.loads(row.line()) for row in rows], {row.case: {n: row.ratio(n, base) for n in row.seconds if base in row.seconds} for row in rows}, base), flush=True)
+        ratios = {row.case: {name: row.ratio(name, base) for name in row.seconds if base in row.seconds} for row in rows}
+        print(table([json.loads(row.line()) for row in rows], ratios, base), flush=True)
 
 
 def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]] | None = None, base: str = "") -> str:
@@ -194,7 +195,7 @@ def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]]
         if name not in row:
             return "-"
         ratio = (ratios or {}).get(str(row["case"]), {}).get(name)
-        return f"{row[name]:.1f}" + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
+        return f"{row[name]:.4g}" + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
 
     lines = [["case", "unit", *names], *([str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]

@@ -1,0 +1,57 @@
+"""Run every benchmark and write what they found: results/<name>.jsonl, one JSON object a line, and results/README.md, the tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import LIMIT, describe, end, options, table
+
+HERE = Path(__file__).resolve().parent
+#: name -> whether it knows --steps and --quick.
+BENCHMARKS = {"eager_overhead": True, "data_parallel": True, "fsdp": True, "tensor_parallel": True, "boxing": False}
+
+
+def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """One benchmark in processes of its own -> its rows. What it says besides goes to stderr."""
+    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py"), "--json", *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        printed, _ = process.communicate(timeout=LIMIT)
+    finally:
+        end(process)
+    if process.returncode:
+        sys.exit(f"{name} failed with status {process.returncode}")
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def page(results: Path) -> str:
+    """The tables of all results there are."""
+    parts = [f"# Measured\n\n{describe()}. Medians; contenders timed in turn in one run. `make bench` writes this page."]
+    for name in BENCHMARKS:
+        path = results / f"{name}.jsonl"
+        if path.exists():
+            parts.append(f"## {name}\n\n{table([json.loads(line) for line in path.read_text().splitlines()])}")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    chosen = options(__doc__.splitlines()[0], steps=0)
+    arguments = (["--quick"] if chosen.quick else []) + (["--steps", str(chosen.steps)] if chosen.steps else [])
+    # A quick run shows that the benchmarks run; its numbers are not for keeping.
+    results = None if chosen.quick else HERE / "results"
+    for name, configurable in BENCHMARKS.items():
+        if chosen.only not in name:
+            continue
+        rows = run(name, arguments if configurable else [])
+        print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{table(rows)}", flush=True)
+        if results:
+            results.mkdir(exist_ok=True)
+            (results / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (results / "README.md").write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()
