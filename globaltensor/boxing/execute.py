@@ -198,13 +198,13 @@ def _all_to_all(move: Move, rank: int) -> Step:
     before, after = move.src.box(rank), move.dst.box(rank)
     sends = [_relative(_common(before, move.dst.box(r)), before) for r in peers]
     shapes = [_common(move.src.box(r), after)[1] for r in peers]
-    numels = [math.prod(s) for s in shapes]
+    numels, longest = [math.prod(s) for s in shapes], max(move.src.local_numel(), move.dst.local_numel())
     if not _leading(shape, dim):
-        return lambda t, here: _join(here.comm(peers).all_to_all([t[where] for where in sends], numels, fresh=False), shapes, dim)
+        return lambda t, here: _join(here.comm(peers).all_to_all([t[where] for where in sends], numels, fresh=False, longest=longest), shapes, dim)
 
     def step(t: Tensor, here: World) -> Tensor:
         out = torch.empty(shape, dtype=t.dtype, device=t.device)
-        here.comm(peers).all_to_all_into([t[where] for where in sends], numels, out.view(-1))
+        here.comm(peers).all_to_all_into([t[where] for where in sends], numels, out.view(-1), longest)
         return out
 
     return step

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Comm", "Done", "Handle", "Traffic", "combine", "comms", "flatten"]
 
-#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two.
+#: Up to this much an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it pays for longer.
 _SMALL: Final = 1 << 15
+_SMALL_FOR_TWO: Final = 1 << 22
 
 #: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
 _WIDER: Final = {
@@ -182,22 +183,30 @@ class Comm(ABC):
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         n, p = flat.numel(), self.size
-        if flat.nbytes * p <= 2 * _SMALL:
-            return self._reduce_scatter([flat] * p, op)
+        if flat.nbytes <= (_SMALL_FOR_TWO if p == 2 else _SMALL):
+            return combine(self._all_gather_parts(flat, [n] * p), op)
         sizes = [length for _, length in pieces(n, p)]
         out = torch.empty_like(flat)
         self._all_gather(self._reduce_scatter(list(flat.split(sizes)), op), sizes, out)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        flat.view(-1).copy_(self._all_reduce(flat.detach().view(-1), op))
+        self._all_reduce_in_place(flat.detach().view(-1), op)
         return Done()
 
+    def _all_reduce_in_place(self, flat: Tensor, op: str) -> None:
+        if flat.nbytes <= _SMALL:
+            flat.copy_(self._all_reduce(flat, op))
+            return
+        slots = flat.split([length for _, length in pieces(flat.numel(), self.size)])
+        mine = slots[self.index]
+        mine.copy_(self._reduce_scatter(slots, op))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, mine), {i: slots[i] for i in others}, flat.device)
+
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
-        mine = sends[self.index]
-        parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
-        self._swap_flat({i: s for i, s in enumerate(sends) if i != self.index}, {i: r for i, r in enumerate(parts) if i != self.index}, mine.device)
-        return combine(parts, op)
+        longest = max(self.size * max(s.numel() for s in sends), sum(s.numel() for s in sends))
+        return combine(self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest), op)
 
     # Moves
 
@@ -233,20 +242,28 @@ class Comm(ABC):
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
 
-    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
-        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not ``fresh``: the own part may share memory with its input."""
+    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], fresh: bool = True, longest: int | None = None) -> list[Tensor]:
+        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not ``fresh``: the own part may share memory with its input.
+
+        ``longest``: the most elements any rank sends or receives, where that is known; it may open a quicker way.
+        """
         flats = [flatten(s) for s in sends]
         own = flats[self.index]
         if self.size > 1:
             self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes)
-        parts = [own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device) for i, n in enumerate(numels)]
-        others = [i for i in range(self.size) if i != self.index]
-        self._swap_flat({i: flats[i] for i in others}, {i: parts[i] for i in others}, own.device)
+        parts = self._all_to_all_parts(flats, numels, longest)
         if fresh:
             parts[self.index] = own.clone()
         return parts
 
-    def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor) -> None:
+    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+        own = sends[self.index]
+        parts = [own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device) for i, n in enumerate(numels)]
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat({i: sends[i] for i in others}, {i: parts[i] for i in others}, own.device)
+        return parts
+
+    def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None = None) -> None:
         """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
         flats = [flatten(s) for s in sends]
         if self.size == 1:
@@ -254,9 +271,12 @@ class Comm(ABC):
             return
         total = sum(f.nbytes for f in flats)
         self._note("all_to_all", total - flats[self.index].nbytes)
+        self._all_to_all(flats, numels, out, longest)
+
+    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
         slots = out.split(list(numels))
         others = [i for i in range(self.size) if i != self.index]
-        self._swap_flat({i: flats[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], flats[self.index]))
+        self._swap_flat({i: sends[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], sends[self.index]))
 
     def broadcast(self, t: Tensor, src: int) -> Tensor:
         """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and dtype."""

@@ -10,6 +10,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,12 +62,19 @@ class World(ABC):
         self._comms.clear()
 
 
+class Closable(Protocol):
+    """Something a world lets go of when it ends."""
+
+    def close(self) -> None: ...
+
+
 class ProcessWorld(World):
     """One rank, one process, over torch.distributed; a world of one needs no process group."""
 
     def __init__(self, rank: int, size: int, local_rank: int, nodes: int, owned: bool) -> None:
         super().__init__(rank, size, local_rank, nodes)
         self._owned = owned
+        self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}
         if dist.is_available() and dist.is_initialized():
@@ -81,6 +89,8 @@ class ProcessWorld(World):
 
     def close(self) -> None:
         super().close()
+        if self.background is not None:
+            self.background.close()
         if self._owned and dist.is_initialized():
             self._owned = False
             # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
