@@ -154,6 +154,23 @@ def test_stays_where_it_is(function: Callable[..., Any], args: tuple[Any, ...], 
     assert signature in check(function, *args, grids=[(2,)], most=200)
 
 
+INPLACE: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("scatter_", T.scatter_, (x(3, 5), 1, torch.tensor([[0, 3], [4, 1], [2, 0]]), x(3, 2))),
+    ("scatter_ number", T.scatter_, (x(5, 3), 0, ints(5, 2, 3), 2.5)),
+    ("scatter_add_", T.scatter_add_, (x(3, 5), 1, ints(5, 3, 4), x(3, 4))),
+    ("index_add_", T.index_add_, (x(5, 3), 0, ints(5, 4), x(4, 3))),
+    ("index_fill_", T.index_fill_, (x(5, 3), 0, ints(5, 2), 1.0)),
+    ("masked_fill_", T.masked_fill_, (x(5, 3), mask(5, 3), -2.0)),
+    ("tril_", T.tril_, (x(5, 3),)),
+    ("triu_", T.triu_, (x(2, 5, 3), 1)),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), [row[1:] for row in INPLACE], ids=[row[0] for row in INPLACE])
+def test_in_place(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    assert check(function, *args, most=40, inplace=True)
+
+
 @pytest.mark.parametrize("index", [slice(1, 7, 2), slice(0, 9), slice(4, 5), slice(8, None, 3), slice(2, 2)])
 def test_overlap(index: slice) -> None:
     r = range(*index.indices(9))

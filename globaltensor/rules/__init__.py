@@ -6,5 +6,5 @@ from .registry import RULES, Rule, composite, pointwise, rule
 
 __all__ = ["RULES", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose", "composite", "pointwise", "rule"]
 
-from . import elementwise, indexing, views  # noqa: F401  (each family declares its rules when imported)
-from . import convolution, linalg, loss, matmul, nn, norm, random, reduction, softmax  # noqa: E402,F401
+# Each family declares its rules when imported.
+from . import convolution, elementwise, gather, indexing, linalg, loss, matmul, nn, norm, random, rearrange, reduction, softmax, views  # noqa: F401

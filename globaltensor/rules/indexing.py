@@ -191,9 +191,6 @@ def _setitem(op: Op, x: Arg, index: Any, value: Any) -> None:
         op.linear = [frozenset([x.index, value.index])]
     else:
         op.linear = [frozenset([x.index])]
-    elif any(e.is_partial for e in x.spec.layout):
-        op.composite = lambda x, index, value: x.__setitem__(index, x.new_full((), value))
-        return
     op.out = [op.dims[x.index]]
     op.local = lambda split: _set_local(split, x.shape, parts, region, after, count)
 
@@ -228,11 +225,11 @@ def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
 def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region: Sequence[Any], after: int, count: int) -> Local:
     """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index tensors."""
     boxes = {d: split.box(("x", d)) for d in range(len(shape)) if split.is_split(("x", d))}
-    first = first_share(split)
+    lead = first_share(split)
 
     def run(x: torch.Tensor, index: Any, value: Any) -> None:
         tensor = isinstance(value, torch.Tensor)
-        if not tensor and not first:
+        if not tensor and not lead:
             value = 0
         if tensor and value.ndim > len(region):
             value = value.reshape(value.shape[value.ndim - len(region) :])

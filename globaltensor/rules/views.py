@@ -1,6 +1,6 @@
-"""Functions that rearrange elements: reshape, permute, expand, join, divide, pad, cast.
+"""Views: the same elements seen in another shape or order, or a part of them; and casts.
 
-All of them are linear, and most pass any partial through: the same elements come out. A view stays a view: the local tensor is viewed by the same function.
+All are linear and pass any partial through, as the same elements come out. A view stays a view: the local tensor is viewed by the same function.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .notation import Arg, Op, Split
-from .registry import RULES, Rule, rule
+from .registry import RULES, Rule, rule, spellings
 
-__all__ = ["groups", "identity", "passes", "regroup"]
+__all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "regroup"]
 
 
 def passes(op: Op) -> None:
@@ -28,6 +27,12 @@ def identity(op: Op, x: Arg) -> None:
     """One result with the dims of ``x``."""
     op.set(x, range(x.ndim))
     op.out = [op.dims[x.index]]
+
+
+def each_spelling(name: str, describe_for: Callable[[str], Callable[..., None]]) -> None:
+    """For rules whose local function must know whether it writes in place: ``describe_for`` gets the method's name, with ``_`` where it does."""
+    for f, inplace in spellings(name):
+        RULES[f] = Rule(name, describe_for(name + "_" * inplace), inplace=inplace)
 
 
 def on_meta(x: Arg, name: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, shape: Sequence[int] | None = None) -> Any:
@@ -168,15 +173,17 @@ for _name in ("T", "mT", "H", "mH"):
     _getter(_name)
 
 
-@rule("squeeze")
-def _squeeze(op: Op, input: Arg, dim: Any = None, *more: int) -> None:
+def _squeeze(op: Op, input: Arg, dim: Any, more: tuple[int, ...], name: str) -> None:
     named = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim, *more)
     gone = {input.dim(d) for d in named} & {d for d, n in enumerate(input.shape) if n == 1}
     op.set(input, [None if d in gone else d for d in range(input.ndim)])
     op.out, op.view = [tuple(d for d in range(input.ndim) if d not in gone)], True
     passes(op)
     # A part may have dims of size 1 that the whole has not.
-    op.local = lambda split: lambda input, *args, **kwargs: input.squeeze(tuple(gone))
+    op.local = lambda split: lambda input, *args, **kwargs: getattr(input, name)(tuple(gone))
+
+
+each_spelling("squeeze", lambda name: lambda op, input, dim=None, *more: _squeeze(op, input, dim, more, name))
 
 
 @rule("unsqueeze")
@@ -207,138 +214,6 @@ def _same(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
 def _detach(op: Op, input: Arg) -> None:
     _same(op, input)
     op.view = True
-
-
-# ---------------------------------------------------------------------------------------------------------------- repeat
-
-
-def _repeated(op: Op, x: Arg, times: Sequence[int]) -> None:
-    times = (1,) * (x.ndim - len(times)) + tuple(times)
-    lead = len(times) - x.ndim
-    op.set(x, [d if times[lead + d] == 1 else None for d in range(x.ndim)])
-    op.out = [((None,) * lead + op.dims[x.index])]
-    passes(op)
-
-
-@rule(["repeat", "tile"])
-def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
-    times = args or next(iter(kwargs.values()))
-    _repeated(op, input, times[0] if isinstance(times[0], (tuple, list)) else times)
-
-
-@rule("repeat_interleave")
-def _repeat_interleave(op: Op, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
-    if not isinstance(repeats, int):
-        raise TypeError("repeats that differ from element to element need the whole tensor")
-    if dim is None and input.ndim != 1:
-        op.composite = lambda input, repeats, dim=None, **kwargs: input.flatten().repeat_interleave(repeats, 0)
-        return
-    d = 0 if dim is None else input.dim(dim)
-    identity(op, input)
-    op.scale[~0, d] = repeats or 1
-    if not repeats:
-        op.whole.add(d)
-    op.local = lambda split: lambda input, *args, **kwargs: input.repeat_interleave(repeats, d)
-    passes(op)
-
-
-# ---------------------------------------------------------------------------------------------------------------- join
-
-
-@rule(["cat", "concat", "concatenate"])
-def _cat(op: Op, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None) -> None:
-    n = max(t.ndim for t in tensors)
-    d = (dim if axis is None else axis) % n
-    for t in tensors:
-        # torch lets an empty 1-dim tensor stand among tensors of more dims.
-        op.set(t, [None if k == d else k for k in range(n)] if t.ndim == n else [None])
-    op.out = [tuple(None if k == d else k for k in range(n))]
-    passes(op)
-
-
-@rule("stack")
-def _stack(op: Op, tensors: Sequence[Arg], dim: int = 0) -> None:
-    for t in tensors:
-        op.set(t, range(t.ndim))
-    n = tensors[0].ndim
-    d = dim % (n + 1)
-    op.out = [(*range(d), None, *range(d, n))]
-    passes(op)
-
-
-def _stacked(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -> None:
-    def run(tensors: Sequence[Any]) -> Any:
-        lifted = [lift(t) for t in tensors]
-        return torch.cat(lifted, dim(lifted[0]))
-
-    def describe(op: Op, tensors: Sequence[Arg]) -> None:
-        op.composite = run
-
-    rule(name)(describe)
-
-
-def _at_least(x: Any, n: int) -> Any:
-    """``atleast_1d/2d/3d`` by reshape."""
-    shape = tuple(x.shape)
-    if len(shape) >= n:
-        return x
-    if n == 3:
-        return x.reshape(*shape, 1) if len(shape) == 2 else x.reshape(1, -1 if shape else 1, 1)
-    return x.reshape((1,) * (n - len(shape)) + shape)
-
-
-_stacked("hstack", lambda t: _at_least(t, 1), lambda t: 0 if t.ndim == 1 else 1)
-for _name in ("vstack", "row_stack"):
-    _stacked(_name, lambda t: _at_least(t, 2), lambda t: 0)
-_stacked("dstack", lambda t: _at_least(t, 3), lambda t: 2)
-_stacked("column_stack", lambda t: t.reshape(-1, 1) if t.ndim < 2 else t, lambda t: 1)
-
-
-def _at_least_rule(n: int) -> None:
-    def run(*tensors: Any) -> Any:
-        if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
-            tensors = tuple(tensors[0])
-        found = tuple(_at_least(t, n) for t in tensors)
-        return found[0] if len(found) == 1 else found
-
-    rule(f"atleast_{n}d")(lambda op, *tensors: setattr(op, "composite", run))
-
-
-for _n in (1, 2, 3):
-    _at_least_rule(_n)
-
-
-@rule("block_diag")
-def _block_diag(op: Op, *tensors: Arg) -> None:
-    op.out = [(None, None)]
-    passes(op)
-
-
-@rule(torch.broadcast_tensors)
-def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
-    def run(*tensors: Any) -> Any:
-        these = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
-        shape = torch.broadcast_shapes(*[t.shape for t in these])
-        return tuple(t.expand(shape) for t in these)
-
-    op.composite = run
-
-
-@rule(torch.meshgrid)
-def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
-    def run(*tensors: Any, indexing: str | None = None) -> Any:
-        these = list(tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors)
-        swap = indexing == "xy" and len(these) > 1
-        if swap:
-            these[:2] = these[1::-1]
-        sizes = [t.numel() for t in these]
-        grids = [t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes) for i, (t, n) in enumerate(zip(these, sizes, strict=True))]
-        if swap:
-            grids = [g.transpose(0, 1) for g in grids]
-            grids[:2] = grids[1::-1]
-        return tuple(grids)
-
-    op.composite = run
 
 
 # ---------------------------------------------------------------------------------------------------------------- divide
@@ -424,66 +299,6 @@ rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, inpu
 RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, dim1, dim2))
 
 
-@rule("diag")
-def _diag(op: Op, input: Arg, diagonal: int = 0) -> None:
-    op.out = [(None,) * (3 - input.ndim)]
-    passes(op)
-
-
-@rule("diag_embed")
-def _diag_embed(op: Op, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> None:
-    n = input.ndim + 1
-    new = {dim1 % n, dim2 % n}
-    op.set(input, [*range(input.ndim - 1), None])
-    rest = iter(range(input.ndim - 1))
-    op.out = [tuple(None if k in new else next(rest) for k in range(n))]
-    passes(op)
-
-
-# ---------------------------------------------------------------------------------------------------------------- triangles, flips, windows
-
-
-def _triangle(name: str) -> None:
-    @rule(name)
-    def describe(op: Op, input: Arg, diagonal: int = 0) -> None:
-        identity(op, input)
-        passes(op)
-        rows, columns = input.ndim - 2, input.ndim - 1
-
-        def local(split: Split) -> Callable[..., torch.Tensor]:
-            shifted = diagonal + split.box(rows)[0] - split.box(columns)[0]
-            return lambda input, *args, **kwargs: getattr(torch, name)(input, shifted)
-
-        op.local = local
-
-
-_triangle("tril")
-_triangle("triu")
-
-
-def _moved_within(op: Op, x: Arg, dims: Sequence[int]) -> None:
-    """Elements change places along ``dims``, which stay whole."""
-    moved = {x.dim(d) for d in dims}
-    op.set(x, [None if k in moved else k for k in range(x.ndim)])
-    op.out = [op.dims[x.index]]
-    passes(op)
-
-
-def _as_tuple(dims: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(dims) if isinstance(dims, (tuple, list)) else (dims, *more)
-
-
-rule("flip")(lambda op, input, dims, *more: _moved_within(op, input, _as_tuple(dims, more)))
-rule("fliplr")(lambda op, input: _moved_within(op, input, (1,)))
-rule("flipud")(lambda op, input: _moved_within(op, input, (0,)))
-rule("rot90")(lambda op, input, k=1, dims=(0, 1): _moved_within(op, input, dims if k % 4 else ()))
-
-
-@rule("roll")
-def _roll(op: Op, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
-    _moved_within(op, input, _as_tuple(dims, more) if dims not in (None, (), []) else range(input.ndim))
-
-
 @rule([torch.Tensor.unfold])
 def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
     d = input.dim(dimension)
@@ -496,47 +311,6 @@ def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
 def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
     op.out, op.view = [(None,) * len(size)], True
     passes(op)
-
-
-@rule([F.pad, torch.constant_pad_nd])
-def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
-    if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
-        mode, value = "constant", mode
-    padded = {input.ndim - 1 - k // 2 for k, n in enumerate(pad) if n}
-    op.set(input, [None if k in padded else k for k in range(input.ndim)])
-    op.out = [op.dims[input.index]]
-    if mode != "constant" or not value:
-        passes(op)
-    # The other modes refuse empty parts, which have nothing to reflect.
-    op.local = lambda split: lambda input, *args, **kwargs: F.pad(input, pad, mode if input.numel() else "constant", value)
-
-
-@rule([F.pixel_shuffle])
-def _pixel_shuffle(op: Op, input: Arg, upscale_factor: int) -> None:
-    identity(op, input)
-    n, r = input.ndim, upscale_factor
-    op.scale = {(0, n - 3): r * r, (~0, n - 2): r, (~0, n - 1): r}
-    passes(op)
-    op.local = _unless_empty(lambda input: F.pixel_shuffle(input, r))
-
-
-@rule([F.pixel_unshuffle])
-def _pixel_unshuffle(op: Op, input: Arg, downscale_factor: int) -> None:
-    identity(op, input)
-    n, r = input.ndim, downscale_factor
-    op.scale = {(~0, n - 3): r * r, (0, n - 2): r, (0, n - 1): r}
-    passes(op)
-    op.local = _unless_empty(lambda input: F.pixel_unshuffle(input, r))
-
-
-def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Split], Callable[..., torch.Tensor]]:
-    """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is one)."""
-    return lambda split: lambda input, *args, **kwargs: function(input) if input.numel() else input.reshape(split.out_shape())
-
-
-@rule([F.channel_shuffle])
-def _channel_shuffle(op: Op, input: Arg, groups: int) -> None:
-    _moved_within(op, input, (1,))
 
 
 # ---------------------------------------------------------------------------------------------------------------- casts
@@ -573,4 +347,3 @@ def _to(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
 
 def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
     return input.to(other.dtype, *args, **kwargs)
-
