@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,6 +15,9 @@ from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
 __all__ = ["Spec", "pieces"]
+
+# setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
+_interning = threading.Lock()
 
 
 @lru_cache(maxsize=1 << 14)
@@ -78,7 +82,8 @@ class Spec:
             set_(found, "layout", layout)
             set_(found, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
             set_(found, "_boxes", {})
-            found = cls._interned.setdefault(canonical, found)
+            with _interning:
+                found = cls._interned.setdefault(canonical, found)
         cls._interned[key] = found
         return found
 
