@@ -1,0 +1,176 @@
+"""Normalisation, attention, convolution, pooling, losses: each signature against plain torch, and through the whole library on simulated ranks."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.everywhere import compare
+from support.oracle import check
+
+import globaltensor as flow
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def ids(top: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(top))
+
+
+tril = torch.ones(6, 6).tril().bool()
+logp = x(5, 4).log_softmax(1)
+soft = x(5, 4).softmax(1)
+signs = ids(2, 5) * 2 - 1
+grid2 = x(3, 2, 5, 2).tanh()
+A = F.scaled_dot_product_attention
+
+NORMS: list[tuple[Any, ...]] = [
+    (F.layer_norm, x(5, 6), (6,), x(6), x(6)), (F.layer_norm, x(5, 3, 6), (3, 6)), (F.layer_norm, x(1, 6), (6,), x(6)), (F.rms_norm, x(5, 6), (6,), x(6)), (F.rms_norm, x(5, 3), (3,)),
+    (F.group_norm, x(3, 6, 5), 2, x(6), x(6)), (F.group_norm, x(3, 6), 3), (F.group_norm, x(1, 6, 2, 2), 6, x(6), x(6)), (F.instance_norm, x(3, 4, 5), None, None, x(4), x(4)),
+    (F.batch_norm, x(5, 6, 4), None, None, x(6), x(6), True), (F.batch_norm, x(5, 3), None, None, None, None, True),
+    (F.local_response_norm, x(3, 6, 5), 2), (F.normalize, x(5, 4)), (F.normalize, x(5, 4), 3, 0),
+]  # fmt: skip
+LAYERS: list[tuple[Any, ...]] = [
+    (A, x(3, 4, 6, 5), x(3, 4, 7, 5), x(3, 4, 7, 5)), (A, x(1, 4, 3, 2), x(1, 4, 3, 2), x(1, 4, 3, 2)), (A, x(6, 5), x(7, 5), x(7, 3)), (A, x(3, 6, 5), x(1, 7, 5), x(3, 7, 5)),
+    (A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), tril), (A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 1, 1, 6)), (A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), x(3, 6, 6)),
+    (F.glu, x(5, 4)), (F.glu, x(6, 3), 0), (F.prelu, x(5, 3, 2), x(3)), (F.prelu, x(5), x(1)), (F.dropout, x(5, 3), 0.5, False), (F.dropout2d, x(5, 3, 2, 2), 0.5, False),
+    (torch.gru_cell, x(5, 3), x(5, 2), x(6, 3), x(6, 2), x(6), x(6)), (torch.lstm_cell, x(5, 3), [x(5, 2), x(5, 2)], x(8, 3), x(8, 2)),
+]  # fmt: skip
+SPACE: list[tuple[Any, ...]] = [
+    (F.conv1d, x(3, 4, 9), x(5, 4, 3), x(5), 1, 1), (F.conv1d, x(1, 1, 5), x(1, 1, 3)), (F.conv1d, x(4, 9), x(5, 4, 3), x(5)), (F.conv2d, x(3, 4, 8, 7), x(5, 4, 3, 3), x(5), 2, 1),
+    (F.conv2d, x(3, 4, 8, 7), x(6, 2, 3, 3), x(6), 1, 0, 1, 2), (F.conv2d, x(2, 3, 4, 4), x(3, 1, 3, 3), None, 1, "same", 1, 3), (F.conv3d, x(2, 2, 3, 3, 3), x(3, 2, 2, 2, 2)),
+    (F.conv_transpose1d, x(3, 4, 5), x(4, 2, 3), x(2)), (F.conv_transpose2d, x(3, 4, 5, 4), x(4, 5, 3, 3), None, 2), (F.conv_transpose2d, x(2, 4, 3, 3), x(4, 3, 2, 2), x(6), 1, 0, 0, 2),
+    (F.max_pool2d, x(3, 4, 8, 6), 2), (F.max_pool1d, x(3, 4, 6), 2), (torch.max_pool1d, x(3, 4, 6), 2), (F.avg_pool2d, x(3, 4, 8, 6), 2), (F.avg_pool1d, x(4, 6), 3), (F.adaptive_avg_pool2d, x(3, 4, 8, 6), 1),
+    (F.adaptive_avg_pool1d, x(3, 4, 6), 2), (F.adaptive_max_pool2d, x(3, 4, 8, 6), (2, 3)), (F.lp_pool1d, x(3, 4, 6), 2, 2), (F.avg_pool3d, x(1, 3, 4, 4, 4), 2), (F.max_pool3d, x(3, 1, 4, 4, 4), 2),
+    (F.interpolate, x(3, 4, 5), None, 2), (F.interpolate, x(3, 4, 5, 2), (7, 3), None, "bilinear"), (F.grid_sample, x(3, 4, 5, 4), grid2, "bilinear", "zeros", False), (F.affine_grid, x(3, 2, 3), [3, 2, 4, 5], False),
+    (F.unfold, x(3, 4, 5, 4), 2), (F.unfold, x(4, 5, 4), (2, 3)), (F.fold, x(3, 16, 12), (5, 4), 2),
+]  # fmt: skip
+CE, NLL = F.cross_entropy, F.nll_loss
+LOSSES: list[tuple[Any, ...]] = [
+    *[(f, x(5, 4), x(5, 4) * 2) for f in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss)],
+    *[(partial(f, reduction=r), x(5, 4), x(5, 4) * 2) for f in (F.mse_loss, F.l1_loss, F.smooth_l1_loss) for r in ("none", "sum")],
+    (partial(F.mse_loss, size_average=False), x(5, 3), x(5, 3)), (partial(F.l1_loss, reduce=False), x(5, 3), x(5, 3)),
+    (F.binary_cross_entropy, soft, soft), (F.binary_cross_entropy_with_logits, x(5, 4), soft),
+    *[(partial(F.kl_div, reduction=r), logp, soft) for r in ("mean", "sum", "batchmean", "none")], (partial(F.kl_div, log_target=True, reduction="batchmean"), logp, logp + 0.1),
+    (F.soft_margin_loss, x(5), signs), (F.hinge_embedding_loss, x(5), signs), (F.margin_ranking_loss, x(5), x(5) * 2, signs),
+    (F.multi_margin_loss, x(5, 4), ids(4, 5)), (F.multilabel_margin_loss, x(5, 4), ids(4, 5, 4)), (F.cosine_embedding_loss, x(5, 3), x(5, 3) * 2, signs), (F.triplet_margin_loss, x(5, 3), x(5, 3) * 2, x(5, 3) ** 2),
+    (F.multilabel_soft_margin_loss, x(5, 4), soft),
+    *[(partial(f, reduction=r), x(10, 7).log_softmax(1), ids(7, 10)) for f in (CE, NLL) for r in ("none", "sum", "mean")],
+    (CE, x(3, 5, 4), ids(5, 3, 4)), (CE, x(5), ids(5)), (NLL, x(3, 5, 2, 2), ids(5, 3, 2, 2)), (partial(CE, ignore_index=2), x(10, 7), ids(7, 10)),
+    (partial(CE, label_smoothing=0.1, ignore_index=3), x(10, 7), ids(7, 10)), (partial(CE, label_smoothing=0.1, reduction="sum"), x(10, 7), ids(7, 10)),
+    *[(partial(CE, label_smoothing=s, reduction=r), x(5, 4), soft) for s in (0.0, 0.1) for r in ("none", "sum", "mean")], (CE, x(3, 4, 2), x(3, 4, 2).softmax(1)),
+]  # fmt: skip
+
+
+def name(row: tuple[Any, ...]) -> str:
+    f = row[0]
+    shown = f"{f.func.__name__} {f.keywords}" if isinstance(f, partial) else getattr(f, "__name__", "pool")
+    return f"{shown} {[tuple(a.shape) if isinstance(a, torch.Tensor) else a if not isinstance(a, list) else len(a) for a in row[1:]]}"[:90]
+
+
+def _checked(row: tuple[Any, ...]) -> None:
+    f, *args = row
+    kwargs = {}
+    if isinstance(f, partial):
+        f, kwargs = f.func, f.keywords
+    if f is not F.normalize:  # which runs by its own body
+        check(f, *args, most=25, **kwargs)
+
+
+@pytest.mark.parametrize("row", NORMS + LAYERS, ids=name)
+def test_every_signature_of_layers(row: tuple[Any, ...]) -> None:
+    _checked(row)
+
+
+@pytest.mark.parametrize("row", SPACE, ids=name)
+def test_every_signature_in_space(row: tuple[Any, ...]) -> None:
+    _checked(row)
+
+
+@pytest.mark.parametrize("row", LOSSES, ids=name)
+def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of old arguments
+        _checked(row)
+
+
+@pytest.mark.parametrize("row", NORMS + LAYERS + SPACE + LOSSES, ids=name)
+def test_on_global_tensors(row: tuple[Any, ...]) -> None:
+    compare(row[0], *row[1:], draws=4, fallback=any(row is r for r in LOSSES))
+
+
+def constant(function: Any, *which: int) -> Any:
+    """The function without a gradient to some of its operands."""
+    return lambda *args: function(*[a.detach() if i in which else a for i, a in enumerate(args)])
+
+
+def test_operands_without_gradient() -> None:
+    with torch.no_grad():
+        check(F.batch_norm, x(5, 3, 2, 2), x(3), x(3) ** 2, x(3), x(3), False, most=25)
+        check(F.cross_entropy, x(10, 7), ids(7, 10), x(7).abs(), reduction="sum", most=25)
+        check(F.binary_cross_entropy_with_logits, x(5, 4), soft, pos_weight=x(4).abs(), most=25)
+    compare(constant(F.batch_norm, 1, 2), x(5, 3, 2, 2), x(3), x(3) ** 2, x(3), x(3))
+    for kwargs in ({}, {"ignore_index": 2, "label_smoothing": 0.1}, {"reduction": "none", "label_smoothing": 0.1}):
+        compare(constant(partial(F.cross_entropy, **kwargs), 2), x(10, 7), ids(7, 10), x(7).abs())
+    compare(constant(F.nll_loss, 2), x(10, 7), ids(7, 10), x(7).abs())
+    compare(constant(lambda i, t, w: F.cross_entropy(i, t, w, label_smoothing=0.1), 2), x(5, 4), soft, x(4).abs())
+    compare(constant(lambda i, t, w: F.binary_cross_entropy_with_logits(i, t, pos_weight=w), 2), x(5, 4), soft, x(4).abs())
+    compare(lambda i, t, v: F.gaussian_nll_loss(i, t, v.exp()), x(5), x(5) * 2, x(5) ** 2)
+
+
+def test_batch_norm_follows_the_whole_batch() -> None:
+    def run(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer = torch.nn.BatchNorm2d(3, dtype=torch.float64)
+        if value.is_global:
+            layer = layer.to_global(placement=value.placement, sbp=[flow.sbp.broadcast] * value.placement.axes)
+        out = layer(layer(value))
+        layer.eval()
+        return out, layer(value), layer.running_mean, layer.running_var
+
+    compare(run, x(5, 3, 2, 2))
+
+
+def test_attention_of_groups() -> None:
+    gqa = partial(A, enable_gqa=True)
+    check(A, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2), enable_gqa=True)
+    check(A, x(2, 6, 3, 2), x(2, 3, 5, 2), x(2, 3, 5, 2), x(1, 6, 3, 5), enable_gqa=True, most=25)
+    check(A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), is_causal=True)
+    compare(gqa, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2))
+    compare(partial(A, is_causal=True), x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2))
+
+
+MODULES: list[tuple[Any, ...]] = [
+    (lambda: torch.nn.MultiheadAttention(6, 2, batch_first=True), lambda m, v: m(v, v, v, need_weights=False)[0]), (lambda: torch.nn.MultiheadAttention(6, 3), lambda m, v: m(v, v, v)),
+    (lambda: torch.nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), lambda m, v: m(v)), (lambda: torch.nn.GRU(6, 4, 2, batch_first=True), lambda m, v: m(v)),
+    (lambda: torch.nn.LSTM(6, 4, bidirectional=True), lambda m, v: m(v)), (lambda: torch.nn.GRUCell(6, 3), lambda m, v: m(v[0])), (lambda: torch.nn.Linear(6, 3), lambda m, v: m(v)),
+    (lambda: torch.nn.GroupNorm(3, 6), lambda m, v: m(v.transpose(1, 2))), (lambda: torch.nn.RMSNorm(6), lambda m, v: m(v)), (lambda: torch.nn.Bilinear(6, 6, 2), lambda m, v: m(v, v)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MODULES, ids=lambda row: type(row[0]()).__name__)
+def test_modules(row: tuple[Any, ...]) -> None:
+    torch.manual_seed(1)
+    make, call = row
+    model = make().double()
+    names, parameters = zip(*[(n, p.detach()) for n, p in model.named_parameters()], strict=True)
+
+    def plain(value: torch.Tensor, *params: torch.Tensor) -> Any:
+        mine = make().double()
+        for n, p in zip(names, params, strict=True):
+            owner, _, leaf = n.rpartition(".")
+            part = mine.get_submodule(owner)
+            del part._parameters[leaf]
+            setattr(part, leaf, p)
+        return call(mine, value)
+
+    compare(plain, x(5, 3, 6), *parameters, draws=3)
+
+
+def test_dropout() -> None:
+    compare(lambda v: F.dropout(v, 0.0) + F.dropout(v, 1.0) + F.dropout(v, 0.3, False), x(5, 4))
