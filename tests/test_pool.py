@@ -60,5 +60,5 @@ def test_a_dead_rank_is_noticed(fresh_pool: Callable[[int], Pool]) -> None:
 
 
 def test_a_function_that_cannot_be_sent_is_refused_here() -> None:
-    with pytest.raises(AttributeError, match="local object|pickle"):
+    with pytest.raises(AttributeError, match=r"local object|pickle"):
         run_on(2, lambda: None)

@@ -46,7 +46,7 @@ class Pool:
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._said = [self._stack.enter_context(tempfile.TemporaryFile()) for _ in range(n)]
+        self._said = [self._stack.enter_context(tempfile.TemporaryFile()) for _ in range(n)]  # noqa: SIM115 - closed by the stack
         try:
             port = self._stack.enter_context(reserved_port())
             for rank in range(n):
