@@ -91,9 +91,9 @@ def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], Fill]) -> Make:
 
 def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
     """randint(high, size), randint(low, high, size): the size comes last among the positional ones."""
-    numbers = [a for a in args if type(a) is int]
+    numbers = [a for a in args if not isinstance(a, (tuple, list))]  # a torch.Size is a tuple
     low = kwargs.get("low", numbers[0] if len(numbers) > 1 or ("high" in kwargs and numbers) else 0)
-    return Fill("random_", (low, kwargs.get("high", numbers[-1] if numbers else None)))
+    return Fill("random_", (int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1])))
 
 
 def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -234,10 +234,13 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
         placement = placement or x._spec.placement
     _check(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
-    spec = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout)
+    spec, grad = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout), kwargs.pop("requires_grad", False)
     base = name.removesuffix("_like")
-    given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "requires_grad", "pin_memory")}
-    return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, kwargs.get("requires_grad", False))
+    if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
+        kwargs.pop("device", None)  # torch's own on the part keeps its strides, as optimizers like their state
+        return _wrapped(random.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
+    given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
+    return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
 
 
 def _same_type(device: Any, placement: Placement) -> bool:

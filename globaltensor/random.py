@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from struct import Struct
-from types import FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -334,16 +333,8 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return numbers * std + mean
 
 
-def _initialise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an initialiser's own body on a global tensor; its inner calls are dispatched."""
-    # It asks torch.overrides first whether an argument overrides it, and would come back here for ever: its copy of torch says no.
-    own = {**func.__globals__, "torch": SimpleNamespace(**{**vars(torch), "overrides": SimpleNamespace(has_torch_function_variadic=lambda *a: False)})}
-    return FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)(*args, **kwargs)
-
-
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {getattr(Tensor, name): _fill_in_place for name in FILLS}
 HANDLERS[torch.normal] = _normal
-HANDLERS.update(dict.fromkeys((torch.nn.init.constant_, torch.nn.init.kaiming_uniform_, torch.nn.init.normal_, torch.nn.init.uniform_), _initialise))
 dispatch.HANDLERS.update(HANDLERS)
 dispatch.RANDOM[:] = [run]
 

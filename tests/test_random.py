@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -372,3 +373,38 @@ def test_a_stream_is_cheap() -> None:
 def test_the_rest_of_torch_random_is_there() -> None:
     assert flow.random.fork_rng is torch.random.fork_rng
     assert flow.random.manual_seed is torch.random.manual_seed
+
+
+# ---------------------------------------------------------------------------------------------------------------- accelerators
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a cuda device")
+def test_cuda_equals_one_device() -> None:
+    line = Placement("cuda", [0, 1, 2])
+    for fill in (Fill("normal_"), Fill("uniform_"), Fill("bernoulli_", (0.3,))):
+        torch.manual_seed(7)
+        want = fill(torch.empty(70, 33, device="cuda"), None).cpu()
+        state = torch.cuda.get_rng_state()
+        for layout in ((broadcast,), (S0,), (S1,), (partial_sum,)):
+            spec = Spec.make((70, 33), torch.float32, line, layout)
+            assert torch.equal(assembled(spec, 3, partial(filled, spec, fill)), want)
+            assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a cuda device")
+def test_cuda_streams() -> None:
+    x = torch.ones(1000, device="cuda")
+    torch.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    a, b = run(F.dropout, (x, 0.5), {}, (0,)), run(F.dropout, (x, 0.5), {}, (0,))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert not torch.equal(a, b)
+    torch.manual_seed(5)
+    torch.rand(3, device="cuda")
+    assert torch.equal(run(F.dropout, (x, 0.5), {}, (0,)), a)
+    assert not torch.equal(run(F.dropout, (x, 0.5), {}, (1,)), a)
+    own = torch.Generator("cuda").manual_seed(5)
+    c = run(torch.rand, (8,), {"generator": own, "device": "cuda"}, (0,))
+    assert not torch.equal(run(torch.rand, (8,), {"generator": own, "device": "cuda"}, (0,)), c)
