@@ -31,6 +31,7 @@ class Placement:
     flat: tuple[int, ...]
     shape: tuple[int, ...]
     _coordinates: dict[int, tuple[int, ...]]
+    _ranks_array: np.ndarray[Any, np.dtype[np.int64]]
     _interned: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Placement] = {}
 
     def __new__(cls, type: str, ranks: int | Sequence[Any] | np.ndarray[Any, Any]) -> Placement:
@@ -83,7 +84,7 @@ class Placement:
     @property
     def ranks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The ranks as a read-only integer array of the placement's shape."""
-        return self._ranks_array  # type: ignore[no-any-return]
+        return self._ranks_array
 
     @property
     def axes(self) -> int:

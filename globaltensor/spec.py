@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -33,7 +34,7 @@ def pieces(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
     """
     quotient, more = divmod(-(-n // unit), parts)
     starts = [min(n, unit * (i * quotient + min(i, more))) for i in range(parts + 1)]
-    return tuple((a, b - a) for a, b in zip(starts, starts[1:], strict=False))
+    return tuple((a, b - a) for a, b in pairwise(starts))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -178,7 +178,7 @@ def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims],
     """
     n = max((len(s) for s in shapes), default=0)
     sizes = [max((s[len(s) - k] for s in shapes if len(s) >= k), default=1) if not any(len(s) >= k and s[len(s) - k] == 0 for s in shapes) else 0 for k in range(1, n + 1)]
-    every = [tuple((tag, k) if s[len(s) - k] == sizes[k - 1] else None for k in range(len(s), 0, -1)) for s in shapes]
+    every: list[Dims] = [tuple((tag, k) if s[len(s) - k] == sizes[k - 1] else None for k in range(len(s), 0, -1)) for s in shapes]
     return every, tuple((tag, k) for k in range(n, 0, -1))
 
 
