@@ -93,7 +93,8 @@ def work(rank: int, meeting: str, as_json: bool) -> None:
             print(f"{'case':20} {'dtensor':>10} {'ours':>10} {'ours/dtensor':>13} {'messages':>10} {'share of link':>14}   (ms)")
             for row in rows:
                 ratio = float(row["ours"]) / float(row["dtensor"])  # type: ignore[arg-type]
-                print(f"{row['case']:20} {row['dtensor']:>10} {row['ours']:>10} {ratio:>13.2f} {row.get('messages', '-'):>10} {row.get('share_of_link', '-'):>14}")
+                link = f"{row.get('messages', '-'):>10} {row.get('share_of_link', '-'):>14}"
+                print(f"{row['case']:20} {row['dtensor']:>10} {row['ours']:>10} {ratio:>13.2f} {link}")
     dist.destroy_process_group()
 
 

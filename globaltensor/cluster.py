@@ -88,7 +88,8 @@ _FORMULAS = {
     "copy": _local,
 }
 
-_cluster: ContextVar[Cluster] = ContextVar("globaltensor_cluster", default=Cluster())
+_GENERIC = Cluster()
+_cluster: ContextVar[Cluster] = ContextVar("globaltensor_cluster", default=_GENERIC)
 
 
 def current_cluster() -> Cluster:

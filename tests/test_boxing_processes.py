@@ -52,7 +52,8 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype is b.dtype and bytes(a.contiguous().view(-1).view(torch.uint8).tolist()) == bytes(b.contiguous().view(-1).view(torch.uint8).tolist())
+    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype is b.dtype and torch.equal(*bits)
 
 
 def every_dtype() -> None:
@@ -89,7 +90,9 @@ def strides() -> None:
 
     everyone = Placement("cpu", [0, 1])
     full = torch.arange(48.0).reshape(6, 8)
-    kinds = [full, full.T.contiguous().T, torch.zeros(6, 8, 2)[..., 0].copy_(full), torch.zeros(12, 16)[::2, ::2].copy_(full), full.new_zeros(9, 8)[2:8].copy_(full)]
+    kinds = [full, full.T.contiguous().T, torch.zeros(6, 8, 2)[..., 0], torch.zeros(12, 16)[::2, ::2], full.new_zeros(9, 8)[2:8]]
+    for gap in kinds[2:]:
+        gap.copy_(full)
     for gap in kinds:
         for a in (split(0), split(1), partial_sum):
             for b in (broadcast, split(0), split(1)):
@@ -132,7 +135,8 @@ def collectives() -> None:
     assert comm.all_gather_object(rank) == [1, 0]
     for handle in handles:
         handle.wait()
-    assert flat.eq(3).all() and small.tolist() == [2.0] * 3
+    assert flat.eq(3).all()
+    assert small.tolist() == [2.0] * 3
     assert [t.tolist() for t in comm.all_gather(torch.full((rank + 1,), rank), [2, 1])] == [[1, 1], [0]]
     assert comm.broadcast(torch.tensor([rank]), 0).tolist() == [1]
     comm.barrier()

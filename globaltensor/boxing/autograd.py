@@ -70,9 +70,9 @@ def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxi
         route = plan(src, settled)
         watch(route, why)
         if entry is partial_sum:
-            local = _Box.apply(local, route, None, why, True, logs)
+            local = _Box.apply(local, route, None, why, True, logs)  # type: ignore[no-untyped-call]
         else:
-            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(local, route, logs)
+            local = (_Norm if entry.reduce.startswith("norm") else _Extreme).apply(local, route, logs)  # type: ignore[no-untyped-call]
         src = settled
     return local, src
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
 from ..distributed.world import World, world
-from ..spec import Spec
 from .moves import Move, sources
 from .planner import Plan
 
@@ -220,7 +219,6 @@ def _exchange(move: Move, rank: int) -> Step:
     shape = dst.local_shape(rank)
     # Messages between device types go through the host, where every rank has a carrier.
     wire = src.placement.type if src.placement.type == dst.placement.type else "cpu"
-    whole = len(incoming) == 1 and incoming[0][0] != rank
     direct = [torch.empty(shape, device="meta")[here].is_contiguous() for _, _, here in incoming] if receives else []
 
     def step(t: Tensor, here: World) -> Tensor:
@@ -232,7 +230,8 @@ def _exchange(move: Move, rank: int) -> Step:
             if who == rank:
                 out[into] = t[there]
             else:
-                buffers[index[who]] = out[into].view(-1) if whole or straight else torch.empty(math.prod(s.stop - s.start for s in into), dtype=t.dtype, device=device)
+                numel = math.prod(s.stop - s.start for s in into)
+                buffers[index[who]] = out[into].view(-1) if straight else torch.empty(numel, dtype=t.dtype, device=device)
         comm.exchange_into(outgoing, buffers, device)
         for (who, _, into), straight in zip(incoming, direct, strict=True):
             if who != rank and not straight:

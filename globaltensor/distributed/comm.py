@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Comm", "Done", "Handle", "Traffic", "combine", "comms", "flatten"]
 
-#: Up to this much an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it pays for longer.
+#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
-_SMALL_FOR_TWO: Final = 1 << 22
 
 #: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
 _WIDER: Final = {
@@ -96,8 +95,8 @@ def _bytes(flat: Tensor) -> Tensor:
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def combine(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor.
+def combine(parts: Sequence[Tensor], op: str, spare: int | None = None) -> Tensor:
+    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor, or that at index ``spare``, overwritten.
 
     Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises RuntimeError for the max or min of complex numbers.
     """
@@ -116,6 +115,8 @@ def combine(parts: Sequence[Tensor], op: str) -> Tensor:
     if wider is not None:
         return combine([p.to(wider) for p in parts], op).to(dtype)
     fold = _FOLD[op]
+    if spare is not None and len(parts) == 2:
+        return fold(parts[0], parts[1], out=parts[spare])
     total = fold(parts[0], parts[1])
     for part in parts[2:]:
         fold(total, part, out=total)
@@ -183,11 +184,11 @@ class Comm(ABC):
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         n, p = flat.numel(), self.size
-        if flat.nbytes <= (_SMALL_FOR_TWO if p == 2 else _SMALL):
-            return combine(self._all_gather_parts(flat, [n] * p), op)
+        if p == 2 or flat.nbytes <= _SMALL:
+            return combine(self._all_gather_parts(flat, [n] * p), op, spare=self.index - 1)
         sizes = [length for _, length in pieces(n, p)]
         out = torch.empty_like(flat)
-        self._all_gather(self._reduce_scatter(list(flat.split(sizes)), op), sizes, out)
+        self._all_gather(self._reduce_scatter(list(flat.split_with_sizes(sizes)), op), sizes, out)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
@@ -195,10 +196,11 @@ class Comm(ABC):
         return Done()
 
     def _all_reduce_in_place(self, flat: Tensor, op: str) -> None:
-        if flat.nbytes <= _SMALL:
-            flat.copy_(self._all_reduce(flat, op))
+        if self.size == 2 or flat.nbytes <= _SMALL:
+            parts = self._all_gather_parts(flat, [flat.numel()] * self.size)
+            flat.copy_(combine(parts, op, spare=self.index - 1))
             return
-        slots = flat.split([length for _, length in pieces(flat.numel(), self.size)])
+        slots = flat.split_with_sizes([length for _, length in pieces(flat.numel(), self.size)])
         mine = slots[self.index]
         mine.copy_(self._reduce_scatter(slots, op))
         others = [i for i in range(self.size) if i != self.index]
@@ -206,7 +208,7 @@ class Comm(ABC):
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         longest = max(self.size * max(s.numel() for s in sends), sum(s.numel() for s in sends))
-        return combine(self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest), op)
+        return combine(self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest), op, spare=self.index - 1)
 
     # Moves
 
@@ -238,7 +240,7 @@ class Comm(ABC):
         self._all_gather(flat, numels, out)
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
-        slots = out.split(list(numels))
+        slots = out.split_with_sizes(list(numels))
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
 
@@ -274,7 +276,7 @@ class Comm(ABC):
         self._all_to_all(flats, numels, out, longest)
 
     def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
-        slots = out.split(list(numels))
+        slots = out.split_with_sizes(list(numels))
         others = [i for i in range(self.size) if i != self.index]
         self._swap_flat({i: sends[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], sends[self.index]))
 

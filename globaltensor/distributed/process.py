@@ -42,7 +42,7 @@ class MessageComm(Comm):
     def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
         if device.type != "cpu":
             return self._swap_staged(sends, recvs)
-        carrier, ranks = self.world.carrier, self.ranks
+        carrier, ranks = self.carrier, self.ranks
         try:
             works = [carrier.recv([t], ranks[i], self._tag) for i, t in recvs.items()]
             works += [carrier.send([t], ranks[i], self._tag) for i, t in sends.items()]
@@ -51,6 +51,14 @@ class MessageComm(Comm):
         except RuntimeError as error:
             raise self.broken("an exchange", error) from error
         return None
+
+    @property
+    def carrier(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
+        found = self.world.carrier
+        if found is None:
+            raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
+        return found
 
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
         # The device has no backend of its own.
@@ -78,7 +86,7 @@ class ProcessComm(MessageComm):
         """The torch group of these ranks."""
         if self._group is None:
             everyone = len(self.ranks) == self.world.size
-            self._group = self.world.carrier if everyone else dist.new_group(sorted(self.ranks), backend=self.world.backend, use_local_synchronization=True)
+            self._group = self.carrier if everyone else dist.new_group(sorted(self.ranks), backend=self.world.backend, use_local_synchronization=True)
             self._order = [self.ranks.index(r) for r in sorted(self.ranks)]
         return self._group
 
@@ -101,7 +109,7 @@ class ProcessComm(MessageComm):
         size, sent, received = target.itemsize, [s.numel() for s in sends], [o.numel() for o in outs]
         self._all_to_all_bytes(target.view(torch.uint8), source.view(torch.uint8), [n * size for n in received], [n * size for n in sent])
         if joined_out is None:
-            for out, part in zip(outs, target.split(received), strict=True):
+            for out, part in zip(outs, target.split_with_sizes(received), strict=True):
                 out.copy_(part)
 
     def _all_to_all_bytes(self, out: Tensor, source: Tensor, received: list[int], sent: list[int]) -> None:
@@ -133,7 +141,7 @@ class ProcessComm(MessageComm):
             return [own, other] if self.index == 0 else [other, own]
         group, order = self.group, self._order
         out = torch.empty(sum(numels), dtype=own.dtype)
-        parts = out.split([numels[i] for i in order])
+        parts = out.split_with_sizes([numels[i] for i in order])
         self._exchange_all([sends[i] for i in order], parts, out)
         return [parts[order.index(i)] for i in range(group.size())]
 
@@ -141,11 +149,11 @@ class ProcessComm(MessageComm):
         if not self._dense(out, longest):
             super()._all_to_all(sends, numels, out, longest)
         elif self.size == 2:
-            slots = out.split(list(numels))
+            slots = out.split_with_sizes(list(numels))
             self._pair(sends[1 - self.index], slots[1 - self.index])
             slots[self.index].copy_(sends[self.index])
         else:
-            group, slots = self.group, out.split(list(numels))
+            group, slots = self.group, out.split_with_sizes(list(numels))
             straight = self._order == list(range(group.size()))
             self._exchange_all([sends[i] for i in self._order], [slots[i] for i in self._order], out if straight else None)
 
@@ -155,7 +163,7 @@ class ProcessComm(MessageComm):
         if self._native(flat.device):
             out = torch.empty(sum(numels), dtype=flat.dtype, device=flat.device)
             self._all_gather(flat, numels, out)
-            return list(out.split(list(numels)))
+            return list(out.split_with_sizes(list(numels)))
         if self._replicates(flat, numels):
             return self._all_to_all_parts([flat] * self.size, numels, self.size * max(numels))
         return super()._all_gather_parts(flat, numels)
@@ -173,7 +181,7 @@ class ProcessComm(MessageComm):
         if len(set(numels)) == 1 and order == list(range(self.size)):
             dist.all_gather_into_tensor(out.view(torch.uint8), flat.view(torch.uint8), group=group)
         else:
-            slots = out.view(torch.uint8).split([n * out.itemsize for n in numels])
+            slots = out.view(torch.uint8).split_with_sizes([n * out.itemsize for n in numels])
             dist.all_gather([slots[i] for i in order], flat.view(torch.uint8), group=group)
         return None
 

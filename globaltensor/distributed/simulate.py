@@ -36,7 +36,7 @@ class _Meeting:
         self._changed = threading.Condition()
 
     def wait(self, timeout: float) -> bool:
-        """Return True when all have come; False where they will not, or not in time. A rank that leaves afterwards does not disturb (threading.Barrier would)."""
+        """Return True when all have come; False where they will not, or not in time. A rank that leaves afterwards does no harm (as in threading.Barrier)."""
         with self._changed:
             turn = self._turn
             self._here += 1

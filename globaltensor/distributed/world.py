@@ -37,7 +37,8 @@ class World(ABC):
         found = self._comms.get(ranks)
         if found is None:
             if self.rank not in ranks or min(ranks) < 0 or max(ranks) >= self.size:
-                raise WorldError(f"rank {self.rank} of {self.size} asked for a communicator of ranks {list(ranks)}: they must be ranks of this job, this one included")
+                asked = f"rank {self.rank} of {self.size} asked for a communicator of ranks {list(ranks)}"
+                raise WorldError(f"{asked}: they must be ranks of this job, this one included")
             found = self._comms[ranks] = self._connect(ranks)
         return found
 
@@ -77,6 +78,7 @@ class ProcessWorld(World):
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}
+        self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
         if dist.is_available() and dist.is_initialized():
             self.carrier = _carrier()
             self.backend = str(dist.get_backend_config(self.carrier))
@@ -91,6 +93,9 @@ class ProcessWorld(World):
         super().close()
         if self.background is not None:
             self.background.close()
+            self.background = None
+        # A group that outlives the interpreter's end aborts it: its threads were never joined.
+        self.carrier = None
         if self._owned and dist.is_initialized():
             self._owned = False
             # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
@@ -166,7 +171,8 @@ def _join(place: Detected) -> None:
         # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
         known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         where = "env://" if known else f"tcp://{place.addr}:{place.port}"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerated else "gloo", init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
+        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
