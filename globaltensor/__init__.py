@@ -4,9 +4,9 @@ from typing import Any
 
 import torch as _torch_package
 
-from . import foreach as _foreach  # noqa: F401  (handlers)
-from . import random as _random  # noqa: F401  (handlers)
-from . import modules as _modules  # noqa: F401  (adds to_global and to_local to torch.nn.Module)
+from . import foreach as _foreach  # (handlers)
+from . import random as _random  # (handlers)
+from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import sbp
 from .autograd import no_sync
 from .boxing import boxing_log, explain_boxing, no_boxing
@@ -20,7 +20,7 @@ from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
-from .creation import *  # noqa: E402,F403
+from .creation import *  # noqa: F403
 
 __version__ = "0.1.0"
 

@@ -56,7 +56,7 @@ def _extremum(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: boo
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
-    op.reduce = {d: "max" if largest else "min" for d in dims}
+    op.reduce = dict.fromkeys(dims, "max" if largest else "min")
 
 
 class _Carry(torch.autograd.Function):
@@ -90,7 +90,7 @@ def _carry(op: Op, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepd
     op.set(weight, names)
     op.set(value, [None if d in dims else d for d in names])
     op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
-    op.reduce = {d: "sum" for d in dims}
+    op.reduce = dict.fromkeys(dims, "sum")
     op.addends = frozenset([value.index])
     op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
 

@@ -78,7 +78,7 @@ def rule(
             op.linear = [frozenset(g) for g in linear if max(g) < len(op.args)]
             op.addends = frozenset(i for i in addends if i < len(op.args))
             names = {f for dims in op.dims for f in dims if f is not None}
-            op.reduce = {f: "sum" for f in names - {f for dims in op.out for f in dims} - op.whole}
+            op.reduce = dict.fromkeys(names - {f for dims in op.out for f in dims} - op.whole, "sum")
 
         return rule(target, scalars=scalars)(describe)
 
