@@ -18,3 +18,6 @@ def queue_backward_callback(function: Any) -> None:
 def is_kernel(func: object) -> bool:
     """Whether a function is an operator of the dispatcher (``torch.ops...``), below the function level."""
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+#: What torch.meshgrid calls for one list of tensors, without asking them first.
+meshgrid_of_list = torch._VF.meshgrid

@@ -28,7 +28,7 @@ Local = Callable[..., Any]
 class Part:
     """One component of an index. ``dim``: the dim of the indexed tensor it stands on (for a new dim: before which it stands)."""
 
-    kind: str  # "new" | "all" | "slice" | "int" | "item" (a 0-dim tensor) | "tensor" | "mask"
+    kind: str  # "new" | "all" | "slice" | "int" | "tensor" | "mask"
     dim: int
     value: Any = None  # int: from the front; slice: range; tensors: their Arg
     size: int = 1  # elements of the region along it
@@ -73,7 +73,7 @@ def _part(x: Arg, item: Any, d: int) -> Part:
             if not item.ndim:
                 raise TypeError("a 0-dim mask adds a dim")
             return Part("mask", d, item)
-        return Part("tensor" if item.ndim else "item", d, item)
+        return Part("tensor", d, item)
     at = operator.index(item)
     return Part("int", d, at % max(x.shape[d], 1))
 
@@ -102,7 +102,7 @@ def _tensors(index: Any) -> Iterable[torch.Tensor]:
 
 def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]) -> tuple[list[Any], int, int]:
     """Dims of what an index selects, each named -> (names, where the index tensors' dims begin, how many they are)."""
-    rest = [p for p in parts if p.kind not in ("int", "item")]
+    rest = [p for p in parts if p.kind != "int"]
     places = [k for k, p in enumerate(rest) if p.kind == "tensor"]
     if not places:
         return [name(p) for p in rest], 0, 0
@@ -120,6 +120,9 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
     if any(_is_list(i) or (_is_mask(i) and i.ndim) for i in _items(index)):
         op.composite = lambda x, index: x[_plainer(index)]
         return
+    if any(_is_number(i) for i in _items(index)):
+        op.composite = _get_by_number
+        return
     parts = parts_of(x, index)
     tensors = [p for p in parts if p.kind == "tensor"]
     every, index_dims = align([p.value.shape for p in tensors], "index")
@@ -128,26 +131,24 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
     op.set(x, [None if p.kind == "slice" else ("x", p.dim) for p in parts if p.kind != "new"])
     region, begin, count = _region(parts, index_dims, lambda p: ("x", p.dim) if p.kind == "all" else None)
     op.out, op.view = [tuple(region)], not tensors
-    op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "item", "tensor")}
+    op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "tensor")}
     op.linear, op.carries = [frozenset([0])], True
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
 
 
 def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local:
-    boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "item", "tensor") and split.is_split(("x", p.dim))}
+    boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
         these, key, owned = iter(_tensors(index)), [], None
         for p in parts:
-            at: Any = next(these) if p.kind in ("item", "tensor") else p.value
-            if p.kind == "item":
-                at = _item(at, shape[p.dim])
+            at: Any = next(these) if p.kind == "tensor" else p.value
             if p.kind == "tensor" and p.dim in boxes:
                 n = shape[p.dim]
                 x = filled(x, p.dim)
                 at, mine = picked(torch.where(at < 0, at + n, at), n, *boxes[p.dim])
                 owned = mine if owned is None else owned & mine
-            elif p.dim in boxes and p.kind in ("int", "item"):
+            elif p.dim in boxes and p.kind == "int":
                 x, at = own(x, p.dim, at - boxes[p.dim][0]), 0
             key.append(_plain_key(p, at))
         y = x[tuple(key)]
@@ -156,11 +157,21 @@ def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after:
     return run
 
 
-def _item(t: torch.Tensor, n: int) -> int:
-    at = int(t)
-    if not -n <= at < n:
-        raise IndexError(f"index {at} is out of bounds for a dim of size {n}")
-    return at % n
+def _is_number(item: Any) -> bool:
+    """Whether a component is an integer in a 0-dim tensor, which stands for its value."""
+    return isinstance(item, (Arg, torch.Tensor)) and not item.ndim and not _is_mask(item)
+
+
+def _get_by_number(x: Any, index: Any) -> Any:
+    # Picked as by an index of one element: the number is never asked for, so nobody waits for it.
+    items, d, key = _items(index), 0, []
+    for k, i in enumerate(items):
+        if _is_number(i):
+            x = x[(*[slice(None)] * d, i.reshape(1))]
+            i = 0
+        key.append(i)
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    return x[tuple(key)]
 
 
 def _plain_key(p: Part, at: Any) -> Any:
@@ -174,7 +185,7 @@ def _plain_key(p: Part, at: Any) -> Any:
 
 def _setitem(op: Op, x: Arg, index: Any, value: Any) -> None:
     items = _items(index)
-    if any(_is_list(i) for i in items) or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
+    if any(_is_list(i) or _is_number(i) for i in items) or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
         op.composite = _set_plainer
         return
     parts = parts_of(x, index)
@@ -199,7 +210,7 @@ RULES[torch.Tensor.__setitem__] = Rule("__setitem__", _setitem, inplace=True)
 
 
 def _set_plainer(x: Any, index: Any, value: Any) -> None:
-    x[_plainer(index)] = value
+    x[tuple(int(i) if _is_number(i) else i for i in _plainer(index))] = value
 
 
 def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
@@ -235,10 +246,8 @@ def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region
             value = value.reshape(value.shape[value.ndim - len(region) :])
         these, key, reach = iter(_tensors(index)), [], {}
         for p in parts:
-            at: Any = next(these) if p.kind in ("item", "tensor", "mask") else p.value
-            if p.kind == "item":
-                at = _item(at, shape[p.dim])
-            if p.dim in boxes and p.kind in ("int", "item"):
+            at: Any = next(these) if p.kind in ("tensor", "mask") else p.value
+            if p.dim in boxes and p.kind == "int":
                 at -= boxes[p.dim][0]
                 if not 0 <= at < boxes[p.dim][1]:
                     return _touch(x, p.dim, value)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._torch import meshgrid_of_list
 from .notation import Arg, Op, Split
 from .registry import rule
 from .views import each_spelling, identity, passes
@@ -130,7 +131,7 @@ def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
     op.composite = run
 
 
-@rule(torch.meshgrid)
+@rule([torch.meshgrid, meshgrid_of_list])
 def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
         these = list(tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors)
@@ -140,7 +141,6 @@ def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
         sizes = [t.numel() for t in these]
         grids = [t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes) for i, (t, n) in enumerate(zip(these, sizes, strict=True))]
         if swap:
-            grids = [g.transpose(0, 1) for g in grids]
             grids[:2] = grids[1::-1]
         return tuple(grids)
 
