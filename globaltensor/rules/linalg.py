@@ -65,6 +65,8 @@ def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True) -> None:
     op.set(B, (*second, *[None] * tail))
     op.out = [(*lead, *[None] * tail)]
     op.linear = [frozenset([B.index])]
+    if not vector and B.ndim == A.ndim - 1:
+        op.whole = set(lead)  # a part might look like a stack of vectors
     op.local = unless_empty(op, torch.linalg.solve)
 
 

@@ -92,13 +92,13 @@ def _by_sample(function: Any, ranks: Sequence[int]) -> None:
 
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
-        for i, a in enumerate(op.args):
-            rank = ranks[min(i, len(ranks) - 1)]
-            if a is call.get("weight"):
-                continue
-            op.set(a, (*(["n"] if a.ndim > rank else []), *[None] * min(rank, a.ndim)))
         x = op.args[0]
-        batched = "n" in op.dims[0]
+        batched = x.ndim > ranks[0]
+        for i, a in enumerate(op.args):
+            # A weight is one for each class, unless it has the input's shape.
+            alike = a.shape == x.shape if a is call.get("weight") else a.ndim > ranks[min(i, len(ranks) - 1)]
+            if batched and alike:
+                op.set(a, ("n", *[None] * (a.ndim - 1)))
         _reduce(op, function, ("n",) if batched else (), x.shape[:1] if batched else (), call, read)
         op.local = unless_empty(op, function)
 

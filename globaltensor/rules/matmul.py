@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .notation import Arg, Dims, Factor, Op, Split, align
-from .parts import canonical, dims_of, register, zeros_connected
+from .parts import canonical, dims_of, operands, register, zeros_connected
 from .registry import rule
 
 __all__ = ["product"]
@@ -228,6 +228,8 @@ def _cross(op: Op, x: Arg, y: Arg, dim: int | None) -> None:
     at = next(d for d in range(len(out)) if x.shape[d] == 3) if dim is None else dim % len(out)
     op.out, op.whole = [out], {out[at]}
     op.linear = [frozenset([0]), frozenset([1])]
+    # Where no dim is given, torch takes the first of size 3: of the whole tensor, not of this part.
+    op.local = lambda split: lambda *args, **kwargs: torch.linalg.cross(*operands(args, kwargs), dim=at - len(out))
 
 
 register(torch.linalg.cross, lambda op, input, other, *, dim=-1: _cross(op, input, other, dim))

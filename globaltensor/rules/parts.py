@@ -92,13 +92,16 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
 
 
 def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:
-    """A ``local`` for kernels that refuse empty operands: where this rank has no element of some operand, zeros that stay in the graph."""
+    """A ``local`` for kernels that refuse empty operands: where this rank got no element of some operand, zeros that stay in the graph.
+
+    What torch says of an operand that is empty everywhere (the determinant of nothing is 1) is left to torch.
+    """
     before = op.local
 
     def local(split: Split) -> Callable[..., Any]:
         run = before(split) if before is not None else function
         assert run is not None
-        if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
+        if not any(0 in spec.local_shape(split.rank) and spec.numel for spec in split.ins):
             return run
         shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
 

@@ -64,6 +64,7 @@ def _one(func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole:
     if not smooth:
         return
     gen = torch.Generator().manual_seed(13)
+    want, got = ([torch.real(t) + 2 * torch.imag(t) if t.is_complex() else t for t in ts] for ts in (want, got))
     weights = [torch.randn(want[i].shape, dtype=want[i].dtype, generator=gen) for i in smooth]
     total = sum((want[i] * w).sum() for i, w in zip(smooth, weights, strict=True))
     total.backward()  # type: ignore[union-attr]
