@@ -31,9 +31,7 @@ import globaltensor as flow
 B, S = flow.sbp.broadcast, flow.sbp.split
 VOCABULARY = 256  # every byte is a token
 
-
 # ---------------------------------------------------------------- the model: ordinary PyTorch
-
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind a layer norm: [batch, time, width] -> the same."""
@@ -78,58 +76,61 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before it."""
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
-
 # ---------------------------------------------------------------- how it is spread
+
+Sbp = list[flow.sbp.sbp]  # one entry for each axis of the placement
 
 
 class Parallel(NamedTuple):
-    """A way to spread the job: on each axis of the placement, the sbp of the batch and of the parameters and outputs whose names match a pattern."""
+    """A way to spread the job: the sbp of the batch, and of the parameters and of the modules' outputs whose names match a pattern."""
 
-    batch: list[flow.sbp.sbp]
-    parameters: dict[str, list[flow.sbp.sbp]]
-    outputs: dict[str, list[flow.sbp.sbp]]
+    batch: Sbp
+    parameters: dict[str, Sbp]
+    outputs: dict[str, Sbp]
 
 
 # Projections into a block are split by columns, those out of it by rows (nn.Linear stores weights transposed), the embedding by bytes.
 TENSOR = {"*.q.weight": S(0), "*.k.weight": S(0), "*.v.weight": S(0), "*.out.weight": S(1), "*.up.*": S(0), "*.down.weight": S(1), "token.weight": S(0), "*": B}
-# Sequence parallelism also splits what lies between the projections, in time: layer norms and residuals are no longer done twice.
-SEQUENCE = {"token": S(1), "*.out": S(1), "*.down": S(1), "*.norm1": B, "*.norm2": B, "norm": B}
+# What comes out of them is a sum over the ranks: sum it up at once. Left alone, the library lays it out in the way that moves the fewest bytes next,
+# which for a model as small as this one is to gather the weights and split the batch.
+SUMS = {"token": B, "*.out": B, "*.down": B}
+# Sequence parallelism sums it up onto a split in time, so that layer norms and residuals are no longer done by all ranks alike.
+IN_TIME = {"token": S(1), "*.out": S(1), "*.down": S(1), "*norm*": B}
+
+
+def axis(table: dict[str, flow.sbp.sbp], before: Sequence[flow.sbp.sbp] = ()) -> dict[str, Sbp]:
+    """The table for a placement's only axis, or for the one after those of ``before``."""
+    return {name: [*before, sbp] for name, sbp in table.items()}
+
 
 PARALLEL = {
-    "data": Parallel([S(0)], {"*": [B]}, {}),
-    "fsdp": Parallel([S(0)], {"*": [S(0)]}, {}),
-    "tensor": Parallel([B], {name: [sbp] for name, sbp in TENSOR.items()}, {}),
-    "sequence": Parallel([B], {name: [sbp] for name, sbp in TENSOR.items()}, {name: [sbp] for name, sbp in SEQUENCE.items()}),
+    "data": Parallel([S(0)], axis({"*": B}), {}),
+    "fsdp": Parallel([S(0)], axis({"*": S(0)}), {}),
+    "tensor": Parallel([B], axis(TENSOR), axis(SUMS)),
+    "sequence": Parallel([B], axis(TENSOR), axis(IN_TIME)),
     # Two axes: data parallel over the first, tensor parallel over the second.
-    "hybrid": Parallel([S(0), B], {name: [B, sbp] for name, sbp in TENSOR.items()}, {}),
+    "hybrid": Parallel([S(0), B], axis(TENSOR, [B]), axis(SUMS, [S(0)])),
 }
 
 
 def placement_of(options: argparse.Namespace) -> flow.placement:
     """All ranks: on one axis, or for hybrid as a grid of replicas by members of one replica."""
-    world = flow.env.get_world_size()
     if options.parallel != "hybrid":
         return flow.placement.all(options.device)
-    if world % options.tensor_size:
-        sys.exit(f"--tensor-size {options.tensor_size} does not divide the {world} processes of this job")
-    return flow.placement(options.device, torch.arange(world).view(-1, options.tensor_size).numpy())
+    if flow.env.get_world_size() % options.tensor_size:
+        sys.exit(f"--tensor-size {options.tensor_size} does not divide the {flow.env.get_world_size()} processes of this job")
+    return flow.placement(options.device, torch.arange(flow.env.get_world_size()).view(-1, options.tensor_size).tolist())
 
 
 def spread(model: nn.Module, parallel: Parallel, placement: flow.placement) -> None:
     """Make the model global: its parameters, and the outputs that the table names."""
     model.to_global(placement, parallel.parameters)
-
-    def box_to(sbp: list[flow.sbp.sbp]) -> Callable[..., Tensor]:
-        return lambda module, inputs, output: output.to_global(sbp=sbp)
-
     for name, module in model.named_modules():
         for pattern, sbp in parallel.outputs.items():
             if fnmatch.fnmatch(name, pattern):
-                module.register_forward_hook(box_to(sbp))
-
+                module.register_forward_hook(lambda module, inputs, output, sbp=sbp: output.to_global(sbp=sbp))
 
 # ---------------------------------------------------------------- data, checkpoints, text
-
 
 def corpus() -> Tensor:
     """The top-level modules of the standard library, one after the other: uint8 [bytes], at most 8 MB."""
@@ -173,14 +174,12 @@ def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: flo
     """Sample byte after byte from the trained model; the window [context] slides along. All ranks draw the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
-        logits = torch.from_numpy(model(feed(prompt[None]))[0, -1].cpu().numpy()).double()
+        logits = torch.from_numpy(model(feed(prompt[None]))[0, -1].double().cpu().numpy())
         byte = logits.argmax() if temperature == 0 else torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)[0]
         prompt = torch.cat([prompt[1:], byte[None]])
         yield int(byte)
 
-
 # ---------------------------------------------------------------- the run
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -193,7 +192,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, default=128, help="bytes the model looks back")
     add("--batch", type=int, default=16, help="snippets per step, over all processes")
     add("--steps", type=int, default=600)
-    add("--lr", type=float, default=3e-3)
+    add("--lr", type=float, default=3e-3, help="at its highest: it warms up, then falls along a cosine")
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -282,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         restore_optimizer(optimizer, saved["optimizer"], device)
     losses = train(model, optimizer, lambda step: feed(draw(training, options.batch, options.context, options.seed + step)), saved["step"], options)
     if options.checkpoint:
-        save(options.checkpoint, model, optimizer, options.steps)
+        save(options.checkpoint, model, optimizer, max(saved["step"], options.steps))
 
     with torch.no_grad():
         held_out = [loss_of(model, feed(draw(validation, options.batch, options.context, options.seed - 1 - i))).item() for i in range(4)]
