@@ -195,7 +195,7 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "inplace", "name", "outs", "outside", "routes", "single", "src", "structure", "traffic", "view")
+    __slots__ = ("coordinates", "dst", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "view")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -206,6 +206,7 @@ class Boxed(Plan):
         self.outside = src[0].placement.coordinate(world().rank) is None
         self.inplace = False
         self.view = False
+        self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
         self.structure: Any = None  # the results' nest, with meta tensors
@@ -231,6 +232,8 @@ class Boxed(Plan):
             )
         locals_ = self.locals(tensors)
         if self.outside:
+            if self.random:  # the stream of random keys moves on here too
+                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, ())
             result = _elsewhere(self.outs, locals_)
             if self.inplace:
                 tensors[0]._local = result[0]
@@ -440,6 +443,7 @@ def _freeze(func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice
     done = Boxed(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.single = isinstance(structure, torch.Tensor)
+    done.random = op.random
     rank = world().rank
     if not done.outside:
         if op.local is not None:
