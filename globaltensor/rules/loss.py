@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .extremum import settled
+from .extremum import extremum, settled
 from .notation import Arg, Dims, Op, Split, align
-from .parts import register, unless_empty
+from .parts import register, split_in, unless_empty
 from .registry import rule
 
 __all__ = ["pick"]
@@ -36,8 +36,10 @@ def _reader(function: Any) -> Callable[..., dict[str, Any]]:
     return read
 
 
-def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]]) -> None:
-    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for."""
+def _reduce(
+    op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False
+) -> None:
+    """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for. ``plain``: the call is of tensors alone."""
     kind = call["reduction"]
     if kind == "none":
         op.out = [each]
@@ -60,7 +62,7 @@ def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[
                 return (here.sum(dtype=torch.float32) / count).to(here.dtype)
             return function(**{**call, "reduction": "sum"}) / count  # type: ignore[no-any-return]
 
-        return run
+        return run if narrow or not plain else lambda *args: function(*args, reduction="sum") / count
 
     op.local = local
 
@@ -70,11 +72,12 @@ def _elementwise(function: Any) -> None:
 
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
+        plain = len(args) == len(op.args) and not kwargs
         op.dims, each = align([a.shape for a in op.args])
         shape = torch.broadcast_shapes(*[a.shape for a in op.args])
         if call["reduction"] == "batchmean":
             shape = torch.Size(call["input"].shape)
-        _reduce(op, function, each, shape, call, read)
+        _reduce(op, function, each, shape, call, read, plain)
 
     register(function, describe)
 
@@ -157,10 +160,10 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         op.whole = {at}
         if weight is not None:
             op.set(weight, (at,))
-        if x.is_split(at) or (soft and target.is_split(at)):
+        if split_in(x, [at]) or (soft and split_in(target, [at])):
             op.composite = lambda *a, **k: over_split(read(*a, **k))
             return
-        split = any(x.is_split(d) for d in each) or any(target.is_split(d) for d in range(target.ndim))
+        split = split_in(x, each) or split_in(target, range(target.ndim))
         if call["reduction"] == "mean" and split and not soft:
             op.composite = lambda *a, **k: _mean_of_kept(function, read(*a, **k))
             return
@@ -182,12 +185,33 @@ def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return keep, torch.where(keep, pick(weight.detach(), torch.where(keep, target, 0), 0), 0.0)
 
 
+def sums_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any, ignore_index: int, **smoothing: float) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, sum of the weights of the targets that count) of what is here."""
+    if has_torch_function((x, target)):
+        return handle_torch_function(sums_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)  # type: ignore[no-any-return]
+    wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
+    total = function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
+    keep = target != ignore_index
+    weights = keep if weight is None else weight.detach()[torch.where(keep, target, 0)] * keep
+    return total, weights.sum()
+
+
+@rule(sums_of_kept)
+def _sums_of_kept(op: Op, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
+    at = _class_dim(x)
+    names = tuple(range(x.ndim))
+    each = tuple(n for n in names if n != at)
+    op.set(x, names)
+    op.set(target, each)
+    op.out, op.whole, op.reduce = [(), ()], {at}, dict.fromkeys(each, "sum")
+
+
 def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
     """The sum of the losses over the weight of the targets that count, wherever they are."""
-    x = call["input"]
-    wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
-    total = function(**{**call, "input": wide, "reduction": "sum"})
-    return (total / settled(_kept(call)[1].sum())).to(x.dtype)
+    x, target, weight = call.pop("input"), call.pop("target"), call.pop("weight")
+    del call["reduction"]
+    total, count = sums_of_kept(x, target, weight, function, call.pop("ignore_index"), **call)
+    return (total / settled(count)).to(x.dtype) if x.dtype == torch.float16 else total / settled(count)
 
 
 def _class_dim(x: Any) -> int:
@@ -223,20 +247,23 @@ def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
     given = call["input"]
     x = settled(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
     at, target, weight, smoothing = _class_dim(x), call["target"], call["weight"], call["label_smoothing"]
-    norm = settled(torch.logsumexp(x, at))
+    # The losses do not change when every logit of a row is shifted; the largest becomes 0.
+    x = x - settled(extremum(x, (at,), True, True))
+    sums = x.exp().sum(at)
     column = weight.reshape([-1 if d == at else 1 for d in range(x.ndim)]) if weight is not None else None
     if target.ndim == x.ndim and target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
         goal = goal if column is None else goal * column
-        losses = norm * goal.sum(at) - (x * goal).sum(at)
-        return _collect(call, losses, None).to(given.dtype)
+        return _collect(call, settled(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(given.dtype)
     _check_targets(target, x, at)
     keep, weights = _kept(call)
-    losses = norm - pick(x, torch.where(keep, target, 0), at)
-    losses = losses if weight is None else losses * weights
+    found = pick(x, torch.where(keep, target, 0), at)
+    sums, found, *spread = settled(torch.stack([sums, found, *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else [])])).unbind()
+    norm = sums.log()
+    losses = norm - found if weight is None else (norm - found) * weights
     if smoothing:
-        spread = norm * x.shape[at] - x.sum(at) if column is None or weight is None else norm * settled(weight.sum()) - (x * column).sum(at)
-        losses = losses * (1 - smoothing) + spread * (smoothing / x.shape[at])
+        every = norm * (x.shape[at] if weight is None else settled(weight.sum())) - spread[0]
+        losses = losses * (1 - smoothing) + every * (smoothing / x.shape[at])
     return _collect(call, torch.where(keep, losses, 0.0), weights).to(given.dtype)
 
 

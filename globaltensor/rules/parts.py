@@ -61,8 +61,8 @@ def operands(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def split_in(x: Any, dims: Sequence[int]) -> bool:
-    """Whether some axis splits one of these dims of an operand."""
-    return any(x.is_split(d) for d in dims if d < x.ndim)
+    """Whether some axis of more than one rank splits one of these dims of an operand."""
+    return any(x.spec.placement.shape[a] > 1 for d in dims if d < x.ndim for a in x.spec.axes_of(d))
 
 
 def register(function: Any, describe: Callable[..., None]) -> None:
@@ -101,7 +101,8 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable
     def local(split: Split) -> Callable[..., Any]:
         run = before(split) if before is not None else function
         assert run is not None
-        if not any(0 in spec.local_shape(split.rank) and spec.numel for spec in split.ins):
+        nothing = not any(spec.numel for spec in split.outs)
+        if not any(0 in spec.local_shape(split.rank) and (spec.numel or nothing) for spec in split.ins):
             return run
         shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
 

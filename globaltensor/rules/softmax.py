@@ -55,7 +55,7 @@ def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Te
         x = -x
     shifted = x - settled(extremum(x, dims, True, True))
     powers = shifted.exp()
-    total = powers.sum(dims, keepdim=True)
+    total = settled(powers.sum(dims, keepdim=True))
     out = shifted - total.log() if kind == "log_softmax" else powers / total
     return out.to(result)
 
@@ -84,7 +84,7 @@ def _split_logsumexp(*args: Any, **kwargs: Any) -> Tensor:
         top = settled(extremum(x, dims, True, True))
         # Infinite maxima would give inf - inf.
         top = torch.where(top.isinf(), 0.0, top)
-        sums = (x - top).exp().sum(dims, keepdim=True)
+        sums = settled((x - top).exp().sum(dims, keepdim=True))
         total = sums.log() + top
         return total if keepdim else total.sum(dims)
 
