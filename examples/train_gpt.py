@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--context", type=int, default=128, help="bytes the model looks back")
     add("--batch", type=int, default=16, help="snippets per step, over all processes")
-    add("--steps", type=int, default=600)
+    add("--steps", type=int, default=500)
     add("--lr", type=float, default=3e-3, help="at its highest: it warms up, then falls along a cosine")
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
