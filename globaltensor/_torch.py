@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 
 #: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the function level can read wrong values from it (1 us).
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -21,3 +24,16 @@ def is_kernel(func: object) -> bool:
 
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
+
+
+def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta) -> torch.distributed.ProcessGroup:
+    """A process group made by its members alone, under a name they agree on.
+
+    The public way, `dist.new_group(use_local_synchronization=True)`, puts the number of groups a process already has into the name, so members
+    with different histories wait for each other for ever (seen with torch 2.13).
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    store = c10d._get_default_store()
+    group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), store, name, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]

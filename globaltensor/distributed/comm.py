@@ -8,6 +8,7 @@ reductions happen locally, in rank order, so every rank gets the same bits.
 from __future__ import annotations
 
 import functools
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from ..spec import pieces
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["Comm", "Done", "Handle", "Traffic", "combine", "comms", "flatten"]
+__all__ = ["Comm", "Done", "Handle", "Traffic", "as_bytes", "combine", "comms", "flatten"]
 
 #: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
@@ -90,7 +91,8 @@ def flatten(t: Tensor) -> Tensor:
     return t.contiguous().view(-1)
 
 
-def _bytes(flat: Tensor) -> Tensor:
+def as_bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes."""
     # One element may carry any stride and still count as contiguous; a view of another type wants 1.
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
@@ -137,18 +139,18 @@ class Comm(ABC):
         Every member calls it, with nothing to send or receive too: NCCL starts a communicator with all members only.
         """
 
-    @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's (picklable) value, in the order of ``ranks``."""
-
-    def close(self) -> None:
-        """Let go of what the transport holds."""
-        return None
+        if self.size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        numels = [int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)]
+        return [pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)]
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         if self.size > 1:
-            self.all_gather_object(None)
+            self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
     def _note(self, kind: str, nbytes: int) -> None:
         trace = self.world.trace
@@ -313,6 +315,6 @@ class Comm(ABC):
 
     def _swap_flat(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device, local: tuple[Tensor, Tensor] | None = None) -> None:
         if self.size > 1:
-            self._swap({i: _bytes(s) for i, s in sends.items() if s.numel()}, {i: _bytes(r) for i, r in recvs.items() if r.numel()}, device)
+            self._swap({i: as_bytes(s) for i, s in sends.items() if s.numel()}, {i: as_bytes(r) for i, r in recvs.items() if r.numel()}, device)
         if local is not None:
             local[0].copy_(local[1])

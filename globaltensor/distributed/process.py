@@ -10,14 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
-from .comm import Comm, Handle
+from .comm import Comm, Handle, as_bytes
 from .world import ProcessWorld
 
 __all__ = ["MessageComm", "ProcessComm"]
@@ -67,9 +67,6 @@ class MessageComm(Comm):
         for i, r in recvs.items():
             r.copy_(host[i])
 
-    def all_gather_object(self, value: object) -> list[Any]:
-        raise WorldError("the background lane carries tensors alone; gather objects through World.comm")
-
     def broken(self, what: str, error: Exception) -> WorldError:
         """The error for a failed collective."""
         return WorldError(f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}; a rank has died, hangs, or did something else")
@@ -78,17 +75,18 @@ class MessageComm(Comm):
 class ProcessComm(MessageComm):
     """Collectives over torch.distributed. The torch group is made when a collective first needs it, by its members alone."""
 
-    _group: dist.ProcessGroup | None = None
-    _order: list[int]  # the index in `ranks` of each rank of the torch group, which torch keeps sorted
+    def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
+        super().__init__(world, ranks)
+        self._sorted = tuple(sorted(ranks))
+        #: The index in `ranks` of each rank of the torch group, which keeps them sorted.
+        self._order = [ranks.index(r) for r in self._sorted]
+        # MPI makes groups with all ranks of the job only, so among some of them everything is messages.
+        self._dense_backend = "mpi" not in world.backend
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The torch group of these ranks."""
-        if self._group is None:
-            everyone = len(self.ranks) == self.world.size
-            self._group = self.carrier if everyone else dist.new_group(sorted(self.ranks), backend=self.world.backend, use_local_synchronization=True)
-            self._order = [self.ranks.index(r) for r in sorted(self.ranks)]
-        return self._group
+        return self.world.group(self._sorted)
 
     def _native(self, device: torch.device) -> bool:
         """Whether torch's own collectives serve this device better than messages do."""
@@ -107,7 +105,7 @@ class ProcessComm(MessageComm):
         """One all-to-all of flat tensors, given in the order of the torch group; ``joined_out``: memory of all ``outs``, one after the other."""
         source, target = _joined(sends), outs[0].new_empty(sum(o.numel() for o in outs)) if joined_out is None else joined_out
         size, sent, received = target.itemsize, [s.numel() for s in sends], [o.numel() for o in outs]
-        self._all_to_all_bytes(target.view(torch.uint8), source.view(torch.uint8), [n * size for n in received], [n * size for n in sent])
+        self._all_to_all_bytes(as_bytes(target), as_bytes(source), [n * size for n in received], [n * size for n in sent])
         if joined_out is None:
             for out, part in zip(outs, target.split_with_sizes(received), strict=True):
                 out.copy_(part)
@@ -124,12 +122,11 @@ class ProcessComm(MessageComm):
         mine = group.rank()
         sent, received = [0, 0], [0, 0]
         sent[1 - mine], received[1 - mine] = send.nbytes, recv.nbytes
-        self._all_to_all_bytes(recv.view(torch.uint8), send.view(torch.uint8), received, sent)
+        self._all_to_all_bytes(as_bytes(recv), as_bytes(send), received, sent)
 
-    @staticmethod
-    def _dense(some: Tensor, longest: int | None) -> bool:
+    def _dense(self, some: Tensor, longest: int | None) -> bool:
         """Whether an all-to-all can carry this: on the cpu, and not too long to be counted. ``longest`` is the same on every rank, so the answer is."""
-        return some.device.type == "cpu" and longest is not None and longest * some.itemsize <= _LONGEST
+        return some.device.type == "cpu" and self._dense_backend and longest is not None and longest * some.itemsize <= _LONGEST
 
     def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
         own = sends[self.index]
@@ -139,11 +136,11 @@ class ProcessComm(MessageComm):
             other = torch.empty(numels[1 - self.index], dtype=own.dtype)
             self._pair(sends[1 - self.index], other)
             return [own, other] if self.index == 0 else [other, own]
-        group, order = self.group, self._order
+        order = self._order
         out = torch.empty(sum(numels), dtype=own.dtype)
         parts = out.split_with_sizes([numels[i] for i in order])
         self._exchange_all([sends[i] for i in order], parts, out)
-        return [parts[order.index(i)] for i in range(group.size())]
+        return [parts[order.index(i)] for i in range(self.size)]
 
     def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
         if not self._dense(out, longest):
@@ -153,8 +150,8 @@ class ProcessComm(MessageComm):
             self._pair(sends[1 - self.index], slots[1 - self.index])
             slots[self.index].copy_(sends[self.index])
         else:
-            group, slots = self.group, out.split_with_sizes(list(numels))
-            straight = self._order == list(range(group.size()))
+            slots = out.split_with_sizes(list(numels))
+            straight = self._order == list(range(self.size))
             self._exchange_all([sends[i] for i in self._order], [slots[i] for i in self._order], out if straight else None)
 
     # All-gather
@@ -170,7 +167,7 @@ class ProcessComm(MessageComm):
 
     def _replicates(self, flat: Tensor, numels: Sequence[int]) -> bool:
         # All ranks must choose alike, so by the longest share, not by the own one.
-        return flat.device.type == "cpu" and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
+        return flat.device.type == "cpu" and self._dense_backend and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         if not self._native(out.device):
@@ -179,15 +176,15 @@ class ProcessComm(MessageComm):
             return super()._all_gather(flat, numels, out)
         group, order = self.group, self._order
         if len(set(numels)) == 1 and order == list(range(self.size)):
-            dist.all_gather_into_tensor(out.view(torch.uint8), flat.view(torch.uint8), group=group)
+            dist.all_gather_into_tensor(as_bytes(out), as_bytes(flat), group=group)
         else:
-            slots = out.view(torch.uint8).split_with_sizes([n * out.itemsize for n in numels])
-            dist.all_gather([slots[i] for i in order], flat.view(torch.uint8), group=group)
+            slots = as_bytes(out).split_with_sizes([n * out.itemsize for n in numels])
+            dist.all_gather([slots[i] for i in order], as_bytes(flat), group=group)
         return None
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         if self._native(flat.device):
-            dist.broadcast(flat.view(torch.uint8), self.ranks[src], group=self.group)
+            dist.broadcast(as_bytes(flat), self.ranks[src], group=self.group)
         else:
             super()._broadcast(flat, src)
 
@@ -219,32 +216,15 @@ class ProcessComm(MessageComm):
         lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)
         return background(self.world).submit(lambda: lane._all_reduce_in_place(flat.detach().view(-1), op))
 
-    def all_gather_object(self, value: object) -> list[Any]:
-        if self.size == 1:
-            return [value]
-        group, values = self.group, [None] * self.size
-        try:
-            dist.all_gather_object(values, value, group=group)
-        except RuntimeError as error:
-            raise self.broken("all_gather_object", error) from error
-        out: list[Any] = [None] * self.size
-        for position, i in enumerate(self._order):
-            out[i] = values[position]
-        return out
-
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Flat tensors one after the other; without copying where they already lie so."""
     at, first = parts[0].data_ptr(), parts[0]
     for part in parts:
         if part.data_ptr() != at or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(list(map(_plain_bytes, parts))).view(first.dtype)
+            return torch.cat([as_bytes(part) for part in parts]).view(first.dtype)
         at += part.nbytes
     return first.as_strided((sum(p.numel() for p in parts),), (1,))
-
-
-def _plain_bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)
 
 
 class _Work:

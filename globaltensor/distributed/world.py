@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .. import _torch
 from ..errors import WorldError
 from .comm import Comm, Traffic
 from .detect import Detected, detect
@@ -58,8 +59,6 @@ class World(ABC):
 
     def close(self) -> None:
         """Let go of the communicators."""
-        for comm in self._comms.values():
-            comm.close()
         self._comms.clear()
 
 
@@ -77,29 +76,40 @@ class ProcessWorld(World):
         self._owned = owned
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
-        self.backends: dict[str, str] = {}
+        self.backends: dict[str, str] = {}  # of the device types that have one of their own, gloo aside
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
         if dist.is_available() and dist.is_initialized():
             self.carrier = _carrier()
             self.backend = str(dist.get_backend_config(self.carrier))
-            self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.startswith("cuda:gloo"))
+            self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo"))
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         from .process import ProcessComm
 
         return ProcessComm(self, ranks)
 
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The torch group of these ranks, which are sorted; made at first use, by its members alone."""
+        found = self._groups.get(ranks)
+        if found is None:
+            if self.carrier is None:
+                raise WorldError(f"rank {self.rank} of {self.size} has no process group (any more): it was destroyed, or the world was closed")
+            name = "globaltensor_" + "_".join(map(str, ranks))
+            found = self.carrier if len(ranks) == self.size else _torch.new_group(ranks, self.rank, name, self.backend, _timeout())
+            self._groups[ranks] = found
+        return found
+
     def close(self) -> None:
         super().close()
+        self._groups.clear()
         if self.background is not None:
             self.background.close()
             self.background = None
-        # A group that outlives the interpreter's end aborts it: its threads were never joined.
+        # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
         self.carrier = None
         if self._owned and dist.is_initialized():
             self._owned = False
-            # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
-            del self.carrier
             dist.destroy_process_group()
 
 
@@ -148,6 +158,10 @@ def reset_world() -> None:
         found.close()
 
 
+def _timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
+
+
 def _start() -> World:
     if not dist.is_available():
         return ProcessWorld(0, 1, 0, 1, owned=False)
@@ -166,13 +180,12 @@ def _start() -> World:
 
 def _join(place: Detected) -> None:
     accelerated = torch.cuda.is_available() and dist.is_nccl_available()
-    timeout = timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
     try:
         # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
         known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         where = "env://" if known else f"tcp://{place.addr}:{place.port}"
         backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
-        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=_timeout())
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
