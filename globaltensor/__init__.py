@@ -8,12 +8,12 @@ from . import foreach as _foreach  # (handlers)
 from . import random as _random  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import sbp
-from .autograd import no_sync
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
 from .distributed import env
 from .local_map import local_map
 from .placement import Placement, placement
+from .reducer import no_sync
 from .rules import rule
 from .show import show
 from .spec import Spec

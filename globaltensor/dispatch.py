@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, sharded
 from .boxing import box, log, plan
 from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
@@ -195,13 +195,14 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "view")
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "view")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
         self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
         routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
         self.routes = [r if r is not None and r.moves else None for r in routes]
+        self.gathers = [r is not None and bool(sharded.gather_axes(r.src, r.dst)) for r in self.routes]
         self.traffic = any(r is not None and r.bytes for r in self.routes)
         self.outside = src[0].placement.coordinate(world().rank) is None
         self.inplace = False
@@ -219,6 +220,9 @@ class Boxed(Plan):
                     log.check(route, f"{self.name}: operand {i}")
         out = []
         for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
+            if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
+                out.append(sharded.gathered(t, src, dst, f"{self.name}: operand {i}"))
+                continue
             local = t._local if isinstance(t, GlobalTensor) else promote(t, src)
             out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}"))
         return out

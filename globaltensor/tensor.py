@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import autograd
+from . import autograd, reducer, sharded
 from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, promote
@@ -309,7 +309,7 @@ def of_local(name: str) -> Callable[..., Any]:
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
     self._local.requires_grad = value
     if value and self._local.is_leaf:
-        autograd.attach(self)
+        reducer.attach(self)
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
@@ -322,6 +322,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if not isinstance(value, GlobalTensor):
         raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     kept = self.requires_grad
+    sharded.forget()
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return

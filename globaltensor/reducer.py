@@ -1,0 +1,170 @@
+"""How the gradients of leaves are summed over the ranks.
+
+By duality the gradient of a broadcast leaf arrives as partial sums. They are reduced in buckets, flattened over the axes, overlapped with the rest of
+backward (as torch's DistributedDataParallel does), and deferred under ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import _torch
+from .boxing import box
+from .distributed.world import World, world
+from .wrapper import GlobalTensor
+
+__all__ = ["LeafGradient", "Reducer", "attach", "no_sync", "reducer"]
+
+BUCKET_BYTES = 25 << 20  # as torch's reducer: large enough for bandwidth, small enough to overlap
+
+
+class LeafGradient:
+    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, in the leaf's own layout."""
+
+    def __init__(self, leaf: GlobalTensor) -> None:
+        self.local = leaf._local
+        self.spec = leaf._spec
+        self.dual = leaf._spec.dual()
+        self.owner = weakref.ref(leaf)
+        self.value: torch.Tensor | None = None
+        self.hooks: dict[int, Callable[[GlobalTensor], None]] = {}
+        placement = self.spec.placement
+        summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
+        self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
+        self.ranks = placement.fiber(world().rank, summed) if self.bucketed else ()
+        self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, local: torch.Tensor) -> None:
+        """Torch has put a contribution into the local tensor's ``.grad``."""
+        here = reducer()
+        if not here.deferred:
+            here.add(self)
+
+    def take(self) -> torch.Tensor | None:
+        grad, self.local.grad = self.local.grad, None
+        return grad
+
+    def put(self, grad: torch.Tensor) -> None:
+        """Add a reduced gradient, in place where torch would."""
+        if self.value is None:
+            self.value = grad
+        elif grad.requires_grad or self.value.requires_grad:
+            self.value = self.value + grad
+        else:
+            self.value.add_(grad)
+
+    def settle(self) -> torch.Tensor | None:
+        """What has come in up to now, reduced. Collective where something is pending."""
+        if self.local.grad is not None:
+            grad = self.take()
+            self.put(box(grad, self.dual, self.spec, why="gradient of a leaf").contiguous())  # type: ignore[arg-type]
+        return self.value
+
+
+class Reducer:
+    """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
+
+    def __init__(self) -> None:
+        self.deferred = 0
+        self.buckets: dict[tuple[Any, ...], list[tuple[LeafGradient, torch.Tensor]]] = {}
+        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
+        self.finished: list[LeafGradient] = []
+        self.queued = False
+        self.before: list[Callable[[], None]] = []
+
+    def at_end(self, before: Callable[[], None] | None = None) -> None:
+        """Finish when the backward pass under way ends; ``before`` runs first, once."""
+        if before is not None and before not in self.before:
+            self.before.append(before)
+        if not self.queued:
+            self.queued = True
+            _torch.queue_backward_callback(self.finish)
+
+    def add(self, leaf: LeafGradient) -> None:
+        self.at_end()
+        grad = leaf.take()
+        if grad is None:
+            return
+        if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
+            leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
+            self.finished.append(leaf)
+            return
+        key = (leaf.ranks, grad.dtype, grad.device)
+        bucket = self.buckets.setdefault(key, [])
+        bucket.append((leaf, grad))
+        if sum(g.nbytes for _, g in bucket) >= BUCKET_BYTES:
+            self.send(key)
+
+    def send(self, key: tuple[Any, ...]) -> None:
+        bucket = self.buckets.pop(key)
+        flat = torch.cat([g.reshape(-1) for _, g in bucket]) if len(bucket) > 1 else bucket[0][1].reshape(-1)
+        if flat.numel():
+            self.sent.append((bucket, flat, world().comm(key[0]).all_reduce_async(flat, "sum")))
+        else:
+            self.sent.append((bucket, flat, None))
+
+    def finish(self) -> None:
+        """The end of a backward pass."""
+        try:
+            for before in self.before:
+                before()
+            for key in list(self.buckets):
+                self.send(key)
+            for bucket, flat, handle in self.sent:
+                if handle is not None:
+                    handle.wait()
+                start = 0
+                for leaf, grad in bucket:
+                    leaf.put(flat[start : start + grad.numel()].view(grad.shape))
+                    start += grad.numel()
+                    self.finished.append(leaf)
+            for leaf in self.finished:
+                owner = leaf.owner()
+                if owner is not None:
+                    for hook in list(leaf.hooks.values()):
+                        hook(owner)
+        finally:
+            self.queued = False
+            self.before = []
+            self.buckets, self.sent, self.finished = {}, [], []
+
+
+_REDUCERS: weakref.WeakKeyDictionary[World, Reducer] = weakref.WeakKeyDictionary()
+
+
+def reducer() -> Reducer:
+    """The reducer of this rank."""
+    here = world()
+    found = _REDUCERS.get(here)
+    if found is None:
+        found = _REDUCERS[here] = Reducer()
+    return found
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Backward passes inside leave the gradients of leaves unsummed; the first one outside (or reading ``.grad``) sums all at once.
+
+    For gradient accumulation: as ``DistributedDataParallel.no_sync``.
+    """
+    here = reducer()
+    here.deferred += 1
+    try:
+        yield
+    finally:
+        here.deferred -= 1
+
+
+def attach(leaf: GlobalTensor) -> None:
+    """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
+    leaf._leaf = None
+    spec = leaf._spec
+    if spec.placement.coordinate(world().rank) is None or not leaf._local.is_leaf:
+        return
+    if any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout)):
+        leaf._leaf = LeafGradient(leaf)
