@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.world import World, world
-from .moves import Move, sources
+from .moves import Box, Move, gives, takes
 from .planner import Plan
 
 __all__ = ["run"]
@@ -69,12 +69,12 @@ def _carried(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
     return carried
 
 
-def _relative(inner: tuple[tuple[int, ...], tuple[int, ...]], outer: tuple[tuple[int, ...], tuple[int, ...]]) -> Slices:
+def _relative(inner: Box, outer: Box) -> Slices:
     """Where a box lies inside another that holds it."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(*inner, outer[0], strict=True))
 
 
-def _common(a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _common(a: Box, b: Box) -> Box:
     """The box two boxes have in common; of length 0 in each dim where they have nothing."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True))
@@ -213,8 +213,8 @@ def _exchange(move: Move, rank: int) -> Step:
     src, dst = move.src, move.dst
     members = tuple(sorted({*src.placement.flat, *dst.placement.flat}))
     index = {r: i for i, r in enumerate(members)}
-    sends = [(index[r], there) for r in dst.placement.flat if r != rank for who, there, _ in sources(src, dst, r) if who == rank]
-    incoming = sources(src, dst, rank)
+    sends = [(index[r], there) for r, there in gives(src, dst, rank)]
+    incoming = takes(src, dst, rank)
     receives = rank in dst.placement._coordinates
     shape = dst.local_shape(rank)
     # Messages between device types go through the host, where every rank has a carrier.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import BoxingError
 from ..spec import Spec
-from .moves import show_bytes
+from .moves import show_bytes, show_placement
 from .planner import Plan
 
 __all__ = ["Boxing", "boxing_log", "check", "forbidden", "no_boxing", "watch"]
@@ -101,7 +101,7 @@ def current_logs() -> tuple[list[Boxing], ...]:
 
 def describe(spec: Spec) -> str:
     """``f32[8, 16] S(0) on cpu[0, 1]``."""
-    return f"{spec!r} on {spec.placement.type}{spec.placement.ranks.tolist()}"
+    return f"{spec!r} on {show_placement(spec.placement)}"
 
 
 def _spell(kind: str, dim: int, reduce: str) -> str:

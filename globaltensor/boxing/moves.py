@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
 import numpy as np
 
 from ..cluster import Cluster
+from ..placement import Placement
 from ..sbp import Sbp, broadcast, split
 from ..spec import Spec
 
-__all__ = ["MOVES", "Layout", "Move", "neighbours", "price", "traffic"]
+__all__ = ["MOVES", "Box", "Layout", "Move", "gives", "neighbours", "price", "settled", "show_bytes", "show_placement", "split_everywhere", "takes", "traffic"]
 
 Layout = tuple[Sbp, ...]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths
 
 #: The move that takes one entry to another. Partial to partial goes through broadcast.
 MOVES: Final = {
@@ -34,6 +37,7 @@ MOVES: Final = {
     ("split", "partial"): "pad",
 }
 _LOCAL: Final = frozenset(("slice", "mask", "pad", "keep"))
+_SHOWN_RANKS: Final = 16
 _FUSED_AXES: Final = 4  # more partial axes than this are fused all together or not at all
 
 
@@ -54,7 +58,7 @@ class Move:
         before = ",".join(self.src.layout[a].short for a in axes)
         after = ",".join(self.dst.layout[a].short for a in self.axes or range(len(self.dst.layout)))
         if self.src.placement is not self.dst.placement:
-            before, after = (f"{text} on {s.placement.type}{s.placement.ranks.tolist()}" for text, s in ((before, self.src), (after, self.dst)))
+            before, after = (f"{text} on {show_placement(s.placement)}" for text, s in ((before, self.src), (after, self.dst)))
         where = "@" + "+".join(f"axis{a}" for a in self.axes) if self.axes else ""
         return f"{before}->{after}{where}  {self.kind}  {show_bytes(self.bytes)}  {self.seconds * 1e3:.3g} ms"
 
@@ -67,6 +71,13 @@ def show_bytes(n: int) -> str:
             break
         size /= 1024
     return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def show_placement(placement: Placement) -> str:
+    """``cpu[0, 1]``; of many ranks the first, the last and the shape: ``cuda[0 ... 511] 64x8``."""
+    if placement.size <= _SHOWN_RANKS:
+        return f"{placement.type}{placement.ranks.tolist()}"
+    return f"{placement.type}[{placement.flat[0]} ... {placement.flat[-1]}] {'x'.join(map(str, placement.shape))}"
 
 
 def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
@@ -171,9 +182,10 @@ def traffic(src: Spec, dst: Spec) -> tuple[int, int]:
     return int(max(received, sent.max())) * src.dtype.itemsize, peers
 
 
-def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+@lru_cache(maxsize=256)
+def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
     """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without elements are left out."""
-    numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    numbers: dict[Box, int] = {}
     holders: list[list[int]] = []
     ranks: dict[int, int] = {}
     for rank in spec.placement.flat:
@@ -187,21 +199,43 @@ def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[tuple[tu
     return ranks, holders, list(numbers)
 
 
-def sources(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
-    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here). Itself first where it has some; loads are spread."""
+def _giver(src: Spec, number: int, rank: int, turn: int) -> int:
+    """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if it has it; else the holders take turns."""
+    own, holders, _ = _holders(src)
+    return rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
+
+
+def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
+    """(first, last + 1) in each dim of what two boxes have in common; None where they have nothing."""
+    low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    high = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
+    return (low, high) if all(x < y for x, y in zip(low, high, strict=True)) else None
+
+
+def takes(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+    """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here). Itself first where it has some."""
     if rank not in dst.placement._coordinates:
         return []
-    offsets, lengths = dst.box(rank)
-    turn = dst.placement.flat.index(rank)
-    own, holders, boxes = _holders(src)
-    out = []
-    for number, (there, size) in enumerate(boxes):
-        low = [max(a, b) for a, b in zip(offsets, there, strict=True)]
-        high = [min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, there, size, strict=True)]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            who = rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
-            out.append((who, _slices(low, high, there), _slices(low, high, offsets)))
+    mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
+    for number, there in enumerate(_holders(src)[2]):
+        common = _overlap(mine, there)
+        if common is not None:
+            out.append((_giver(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
     return sorted(out, key=lambda piece: piece[0] != rank)
+
+
+def gives(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
+    """What ``rank`` hands to others in an exchange: (to whom, where it lies here)."""
+    number, out = _holders(src)[0].get(rank), []
+    if number is None:
+        return []
+    mine = src.box(rank)
+    for turn, other in enumerate(dst.placement.flat):
+        if other != rank and _giver(src, number, other, turn) == rank:
+            common = _overlap(mine, dst.box(other))
+            if common is not None:
+                out.append((other, _slices(*common, mine[0])))
+    return out
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -28,6 +28,9 @@ _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+#: torch renamed these in 2.13 and warns at the older names.
+_gather_evenly: Callable[..., object] = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+_scatter_evenly: Callable[..., object] = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class MessageComm(Comm):
@@ -176,7 +179,7 @@ class ProcessComm(MessageComm):
             return super()._all_gather(flat, numels, out)
         group, order = self.group, self._order
         if len(set(numels)) == 1 and order == list(range(self.size)):
-            dist.all_gather_into_tensor(as_bytes(out), as_bytes(flat), group=group)
+            _gather_evenly(as_bytes(out), as_bytes(flat), group=group)
         else:
             slots = as_bytes(out).split_with_sizes([n * out.itemsize for n in numels])
             dist.all_gather([slots[i] for i in order], as_bytes(flat), group=group)
@@ -196,7 +199,7 @@ class ProcessComm(MessageComm):
             return super()._reduce_scatter(sends, op)
         group, order, out = self.group, self._order, torch.empty_like(mine)
         if len({s.numel() for s in sends}) == 1:
-            dist.reduce_scatter_tensor(out, _joined([sends[i] for i in order]), _OPS[op], group=group)
+            _scatter_evenly(out, _joined([sends[i] for i in order]), _OPS[op], group=group)
         else:
             dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
