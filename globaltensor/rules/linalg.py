@@ -53,21 +53,59 @@ _matrices("householder_product", 2, 1, outs=[2])
 for _name in ("lu_factor", "ldl_factor"):
     RULES.pop(getattr(torch.linalg, _name), None)
 _matrices("lu_factor ldl_factor", 2, outs=[2, 1])
+_matrices("lu_solve ldl_solve", 2, 1, 2, outs=[2])
+_matrices("lu_solve", 2, 2, 1, outs=[2], spaces=(torch, Tensor))
+_matrices("lu_unpack", 2, 1, outs=[2, 2, 2], spaces=(torch,))
+_matrices("svd", 2, outs=[2, 1, 2], spaces=(torch, Tensor))
+_matrices("qr triangular_solve", 2, outs=[2, 2], spaces=(torch, Tensor))
+_matrices("geqrf", 2, outs=[2, 1], spaces=(torch, Tensor))
+_matrices("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
 
 
-@rule([torch.linalg.solve])
-def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True) -> None:
+def whole(names: str, *spaces: Any) -> None:
+    """Functions that need all of every operand, on every rank: said once here, so that nobody is warned."""
+    for name in names.split():
+        for space in spaces:
+            if callable(function := getattr(space, name, None)) and function not in RULES:
+                register(function, lambda op, *args, **kwargs: None)
+
+
+whole("lstsq tensorinv tensorsolve", torch.linalg)
+whole("histc orgqr lobpcg lstsq vander", torch, Tensor)
+
+
+@rule([torch.linalg.vander])
+def _vander(op: Op, x: Arg, *, N: int | None = None) -> None:
+    names = (*range(x.ndim - 1), None)  # without N, as many powers as there are elements
+    op.set(x, names)
+    op.out = [(*names, None)]
+
+
+@rule([torch.view_as_real])
+def _as_real(op: Op, input: Arg) -> None:
+    names = tuple(range(input.ndim))
+    op.set(input, names)
+    op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
+
+
+@rule([torch.view_as_complex])
+def _as_complex(op: Op, input: Arg) -> None:
+    names = tuple(range(input.ndim - 1))
+    op.set(input, (*names, None))
+    op.out, op.linear, op.view = [names], [frozenset([0])], True
+
+
+@rule([torch.linalg.solve, torch.linalg.solve_ex])
+def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False) -> None:
     # A stack of vectors is told from a stack of matrices as torch does it.
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
     tail = 1 if vector else 2
     (first, second), lead = align([A.shape[:-2], B.shape[: B.ndim - tail]])
     op.set(A, (*first, None, None))
     op.set(B, (*second, *[None] * tail))
-    op.out = [(*lead, *[None] * tail)]
-    op.linear = [frozenset([B.index])]
+    op.out = [(*lead, *[None] * tail), tuple(lead)]  # solve_ex tells how each went
     if not vector and B.ndim == A.ndim - 1:
         op.whole = set(lead)  # a part might look like a stack of vectors
-    op.local = unless_empty(op, torch.linalg.solve)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fourier

@@ -267,13 +267,50 @@ def _diff(op: Op, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = N
     op.linear = [frozenset(range(len(op.args)))]
 
 
-@rule(["trapezoid", "trapz"])
-def _trapezoid(op: Op, y: Arg, x: Arg | None = None, *, dx: Any = None, dim: int = -1) -> None:
-    dims = dims_of(y, dim)
-    reduced(op, y, dims, False, None)
+rule(["trapezoid", "trapz"])(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, False))
+rule("cumulative_trapezoid")(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, True))
+
+
+def _trapezoid(op: Op, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
+    reduced(op, y, dims_of(y, dim), keepdim, None)
     if isinstance(x, Arg):
         op.set(x, op.dims[y.index] if x.ndim == y.ndim else (None,) * x.ndim)
         if x.ndim not in (1, y.ndim):
             raise ValueError("x must have one dim, or those of y")
         if x.ndim == y.ndim and x.shape != y.shape:
             op.set(x, [f if a == b else None for f, a, b in zip(op.dims[y.index], x.shape, y.shape, strict=True)])
+
+
+@rule("gradient")
+def _gradient(op: Op, input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> None:
+    reduced(op, input, dims_of(input, dim), True, None)
+    op.out = [op.dims[input.index]]
+
+
+@rule("renorm")
+def _renorm(op: Op, input: Arg, p: float, dim: int, maxnorm: float) -> None:
+    reduced(op, input, [d for d in range(input.ndim) if d != input.dim(dim)], True, None)
+    op.out = [op.dims[input.index]]
+
+
+@rule("isin")
+def _isin(op: Op, elements: Any, test_elements: Any, **kwargs: Any) -> None:
+    if isinstance(elements, Arg):
+        op.set(elements, tuple(range(elements.ndim)))
+        op.out = [op.dims[elements.index]]
+
+
+@rule("sum_to_size")
+def _sum_to_size(op: Op, input: Arg, *size: Any) -> None:
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = input.ndim - len(shape)
+    over = [d for d in range(input.ndim) if d < lead or shape[d - lead] != input.shape[d]]
+    reduced(op, input, over, True, "sum")
+    op.out = [op.out[0][lead:]]
+    op.linear = [frozenset([0])]
+
+    def local(split: Split) -> Callable[..., Tensor]:
+        here = split.out_shape()
+        return lambda input, *size: input.sum_to_size(here)
+
+    op.local = local

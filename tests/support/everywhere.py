@@ -43,7 +43,8 @@ def _on_rank(func: Any, tensors: Any, args: Any, kwargs: Any, grid: Any, layouts
                 warnings.simplefilter("ignore" if fallback else "error")
                 _one(func, tensors, args, kwargs, placement, whole, layout)
         except Exception as error:
-            error.add_note(f"in {getattr(func, '__name__', func)} of {[tuple(t.shape) for t in tensors]} laid out {[[e.short for e in s] for s in layout]} on {list(grid)}")
+            shown = [f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layout, strict=True)]
+            error.add_note(f"in {getattr(func, '__name__', func)} of {', '.join(shown)} on {list(grid)}")
             raise
 
 
