@@ -37,3 +37,12 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
     group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), store, name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
+
+
+#: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
+foreach_norm = torch._foreach_norm
+
+
+def list_functions() -> list[Any]:
+    """The kernels over lists of tensors that torch.optim calls: they have no public names."""
+    return [getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms"))]

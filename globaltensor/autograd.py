@@ -13,9 +13,10 @@ import torch
 
 from . import sharded
 from .boxing import box
-from .dispatch import HANDLERS, promote
+from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import SbpError
+from .plans import promote
 from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor

@@ -151,6 +151,7 @@ def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
     out = GlobalTensor.wrap(local, spec)
+    out._pinned = True
     if requires_grad:
         out.requires_grad_()
     return out

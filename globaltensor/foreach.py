@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from .boxing import box
-from .dispatch import HANDLERS, name_of, promote
+from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import InplaceError
+from .plans import name_of, promote
 from .sbp import broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
@@ -104,7 +106,5 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return out
 
 
-for _name in dir(torch):
-    if _name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms")):
-        HANDLERS[getattr(torch, _name)] = foreach
-HANDLERS[torch._foreach_norm] = foreach_norm
+for _function in _torch.list_functions():
+    HANDLERS[_function] = foreach_norm if _function is _torch.foreach_norm else foreach

@@ -10,10 +10,10 @@ import torch
 
 from .boxing import box
 from .convert import spec_of
-from .dispatch import replaced, tensors_in
 from .distributed.world import world
 from .errors import SbpError
 from .placement import Placement
+from .plans import replaced, tensors_in
 from .sbp import Sbp, as_layout
 from .wrapper import GlobalTensor, placeholder
 

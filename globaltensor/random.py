@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, plans
 from .boxing import box
 from .distributed.simulate import SimulatedWorld
 from .distributed.world import world
@@ -336,7 +336,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {getattr(Tensor, name): _fill_in_place for name in FILLS}
 HANDLERS[torch.normal] = _normal
 dispatch.HANDLERS.update(HANDLERS)
-dispatch.RANDOM[:] = [run]
+plans.RANDOM[:] = [run]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,11 @@ import torch
 from . import autograd, reducer, sharded
 from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
-from .dispatch import HANDLERS, promote
+from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .placement import Placement
+from .plans import promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
@@ -66,9 +67,9 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     if placement.coordinate(world().rank) is None:
         return GlobalTensor.wrap(placeholder(spec).requires_grad_(self.requires_grad and torch.is_grad_enabled()), spec)
     local = self.to(world().device(placement.type), copy=copy)
-    if local.requires_grad and torch.is_grad_enabled():
-        return GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
-    return GlobalTensor.wrap(_equalised(local.detach(), spec), spec)
+    out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if local.requires_grad and torch.is_grad_enabled() else _equalised(local.detach(), spec), spec)
+    out._pinned = True
+    return out
 
 
 def global_to_global(self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False) -> GlobalTensor:
@@ -87,13 +88,12 @@ def global_to_global(self: GlobalTensor, placement: Placement | None = None, sbp
     back = None if grad_sbp is None else src.replace(layout=as_layout(grad_sbp, src.placement.axes, "grad_sbp"))
     if dst is src and back is None:
         return self.clone() if copy else self
-    local = box(self._local, src, dst, back, why="to_global")
+    local = box(self._local, src, dst, back, why="to_global", alias=False)  # writing into the result must not reach this tensor
     if local is self._local:
         local = local.clone() if copy else local.view_as(local)
-    elif local.numel() and local.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr():
-        # A slice: writing into the result must not reach this tensor, nor must the result keep all of it alive.
-        local = local.clone(memory_format=torch.contiguous_format)
-    return GlobalTensor.wrap(local, dst)
+    out = GlobalTensor.wrap(local, dst)
+    out._pinned = sbp is not None
+    return out
 
 
 def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:

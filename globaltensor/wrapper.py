@@ -30,6 +30,8 @@ class GlobalTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: Spec
     _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (autograd.LeafGradient)
+    _aliased: bool = False  # a view, or the base of one
+    _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
     _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
 
     @staticmethod

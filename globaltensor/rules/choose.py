@@ -30,9 +30,9 @@ class Choice:
     signatures: tuple[Signature, ...]
 
 
-def choose(op: Op, outs: Sequence[Spec], keep: int | None = None) -> Choice | None:
+def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = False) -> Choice | None:
     """The cheapest choice. ``outs``: specs of the results (their layouts are ignored). ``keep``: an operand whose layout must stay, and be that of
-    result 0 (in-place). None where no signature admits that."""
+    result 0 (in-place). ``alike``: operand 0 and result 0 must lie alike. None where no signature admits that."""
     specs = [a.spec for a in op.args]
     axes = specs[0].placement.axes
     menu = [list(op.signatures(axis)) for axis in range(axes)]
@@ -50,6 +50,8 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None) -> Choice | No
     for signatures in itertools.product(*menu):
         found = _choice(signatures, specs, outs)
         if keep is not None and (found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout):
+            continue
+        if alike and found.outs[0].layout != found.ins[0].layout:
             continue
         price = _price(specs, found)
         if best is None or price < best[0]:

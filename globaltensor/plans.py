@@ -1,0 +1,327 @@
+"""What a planned call does: box the operands, run on the local tensors, wrap the results. Plans are frozen by dispatch.py and kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import sharded
+from .boxing import box, log, plan
+from .distributed.world import world
+from .errors import InplaceError
+from .rules import RULES
+from .sbp import broadcast
+from .spec import Spec
+from .wrapper import GlobalTensor
+
+__all__ = ["Answer", "Boxed", "Moved", "Plan", "Through", "Whole", "describe_call", "inplace_error", "name_of", "promote", "replaced", "tensors_in"]
+
+#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.random.
+RANDOM: list[Callable[..., Any]] = []
+
+
+def describe_call(func: Any, tensors: Sequence[torch.Tensor]) -> str:
+    """``add(f32[4, 4] S(0), f32[4, 4] B)``: a call as error messages show it."""
+    shown = [repr(t._spec) if isinstance(t, GlobalTensor) else f"plain {list(t.shape)}" for t in tensors]
+    return f"{name_of(func)}({', '.join(shown)})"
+
+
+def name_of(func: Any) -> str:
+    if func in RULES:
+        return RULES[func].name + ("_" if RULES[func].inplace else "")
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "attribute") if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", str(func))
+
+
+def inplace_error(name: str, spec: Spec) -> InplaceError:
+    return InplaceError(
+        f"in-place {name} would need the sbp of its target changed, which an in-place op must not do\n"
+        f"  target {spec!r}\n"
+        f"use the out-of-place form, or bring the target there first: x = x.to_global(sbp=...)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- trees of arguments
+
+
+def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, slices and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            tensors_in(v, found)
+    elif isinstance(value, dict):
+        for v in value.values():
+            tensors_in(v, found)
+    return found
+
+
+def replaced(value: Any, these: Iterator[Any]) -> Any:
+    """The same nest with its tensors replaced by ``these``, in order."""
+    if isinstance(value, torch.Tensor):
+        return next(these)
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(v, these) for v in value]
+        if isinstance(value, torch.Size):
+            return value
+        return type(value)(parts) if not isinstance(value, tuple) or type(value) is tuple else _named(value, parts)
+    if isinstance(value, dict):
+        return {k: replaced(v, these) for k, v in value.items()}
+    return value
+
+
+def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
+    return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+class Plan:
+    """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
+
+    __slots__ = ("device", "direct", "dtype", "function", "out", "shape", "view")
+
+    def __init__(self) -> None:
+        self.direct = self.view = False
+        self.function: Callable[..., Any] | None = None
+        self.out: Spec | None = None
+        self.shape: torch.Size | None = None
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError("a plan that is not direct has its own run")
+
+
+class Answer(Plan):
+    """The result is no tensor and follows from the specs alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.value
+
+
+class Through(Plan):
+    """Call another function with the same arguments: a composite of global ops, or a handler."""
+
+    __slots__ = ("other",)
+
+    def __init__(self, other: Callable[..., Any]) -> None:
+        super().__init__()
+        self.other = other
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.other(*args, **kwargs)
+
+
+class Boxed(Plan):
+    """Box the operands that need it, run on the local tensors, wrap the results."""
+
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
+
+    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+        super().__init__()
+        self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
+        routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        self.routes = [r if r is not None and r.moves else None for r in routes]
+        self.gathers = [r is not None and bool(sharded.gather_axes(r.src, r.dst)) for r in self.routes]
+        self.traffic = any(r is not None and r.bytes for r in self.routes)
+        self.outside = src[0].placement.coordinate(world().rank) is None
+        self.inplace = False
+        self.random = False
+        self.single = False
+        self.coordinates: tuple[int, ...] | None = None
+        self.structure: Any = None  # the results' nest, with meta tensors
+
+    def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands' local tensors, boxed to where the op wants them."""
+        if self.traffic and log.forbidden():
+            for i, route in enumerate(self.routes):
+                if route is not None:
+                    log.check(route, f"{self.name}: operand {i}")
+        out = []
+        for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
+            if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
+                out.append(sharded.gathered(t, src, dst, f"{self.name}: operand {i}"))
+                continue
+            local = t._local if isinstance(t, GlobalTensor) else promote(t, src)
+            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}"))
+        return out
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        if self.inplace and tensors[0]._stale:
+            raise InplaceError(
+                f"{self.name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
+                "Write through the base instead (base[...] = value), or .clone() the view if a copy is meant"
+            )
+        locals_ = self.locals(tensors)
+        if self.outside:
+            if self.random:  # the stream of random keys moves on here too
+                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, ())
+            result = _elsewhere(self.outs, locals_)
+            if self.inplace:
+                tensors[0]._local = result[0]
+                return tensors[0]
+        else:
+            these = iter(locals_)
+            function = self.function or func
+            new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
+            out = function(*new_args, **new_kwargs) if self.coordinates is None else RANDOM[0](function, new_args, new_kwargs, self.coordinates)
+            if self.inplace:
+                tensors[0]._spec = self.outs[0]
+                return tensors[0]
+            if self.view and self.routes[0] is None:
+                tensors[0]._aliased = True
+            if self.single:
+                return self._wrapped(out, self.outs[0])
+            result = tensors_in(out, [])
+        wrapped = iter([self._wrapped(local, spec) for local, spec in zip(result, self.outs, strict=True)])
+        return replaced(self.structure, wrapped)
+
+    def _wrapped(self, local: torch.Tensor, spec: Any) -> GlobalTensor:
+        out = GlobalTensor.wrap(local, spec)
+        if self.view:
+            out._stale = self.routes[0] is not None
+            out._aliased = not out._stale
+        return out
+
+
+class Moved(Boxed):
+    """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
+
+    __slots__ = ()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        target = tensors[0]
+        if target._pinned or target._aliased or target._stale or (target._local.is_leaf and target._local.requires_grad):
+            raise inplace_error(self.name, target._spec)
+        locals_ = self.locals(tensors)
+        if self.outside:
+            target._local = _elsewhere(self.outs, locals_)[0]
+        else:
+            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+            these = iter(locals_)
+            (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
+            target._local = locals_[0]
+        target._spec = self.dst[0]
+        return target
+
+
+class Whole(Plan):
+    """The broadcast fallback: every operand whole on every rank. For functions without a rule, and for shapes that depend on data."""
+
+    __slots__ = ("inplace", "name", "placement", "src")
+
+    def __init__(self, name: str, src: Sequence[Spec], inplace: bool) -> None:
+        super().__init__()
+        self.name, self.src, self.placement, self.inplace = name, tuple(src), src[0].placement, inplace
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
+        locals_ = inner.locals(tensors)
+        if self.inplace and not inner.outside:
+            locals_[0] = locals_[0].clone() if inner.routes[0] is None else locals_[0]
+        out: Any = None
+        if not inner.outside:
+            these = iter(locals_)
+            out = func(*replaced(args, these), **replaced(kwargs, these))
+        members = set(self.placement.flat)
+        if len(members) < world().size:
+            out = self._share(out, inner.outside, locals_)
+        if self.inplace:
+            target = tensors[0]
+            value = out if isinstance(out, torch.Tensor) else locals_[0]
+            back = box(value, inner.dst[0], self.src[0], why=self.name)
+            if not inner.outside:
+                target._local.copy_(back)  # type: ignore[attr-defined]
+            return target
+        shapes = iter([GlobalTensor.wrap(t, Spec.make(t.shape if not inner.outside else t._shape, t.dtype, self.placement, [broadcast] * self.placement.axes)) for t in tensors_in(out, [])])  # type: ignore[attr-defined]
+        return replaced(out, shapes)
+
+    def _share(self, out: Any, outside: bool, locals_: list[torch.Tensor]) -> Any:
+        """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
+        everyone = world().comm(tuple(range(world().size)))
+        mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+        told = everyone.all_gather_object(mine)[self.placement.flat[0]]
+        if not outside:
+            return out
+        return _materialise(told, locals_)
+
+
+class _Shape:
+    """A tensor's shape and dtype, as sent to ranks outside a placement."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+
+
+def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
+    if isinstance(told, _Shape):
+        out = _elsewhere([None], locals_, told.dtype)[0]
+        out._shape = told.shape  # type: ignore[attr-defined]
+        return out
+    if isinstance(told, (tuple, list)):
+        parts = [_materialise(v, locals_) for v in told]
+        return type(told)(parts) if type(told) in (tuple, list) else _named(told, parts)  # type: ignore[arg-type]
+    return told
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A rank outside the placement computes nothing, but its backward must pass the same boxings in the same order as the others'."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        return torch.empty(0, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
+
+
+def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    out = []
+    for spec in outs:
+        kind = spec.dtype if spec is not None else dtype
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in locals_) and (kind.is_floating_point or kind.is_complex)  # type: ignore[union-attr]
+        out.append(_Elsewhere.apply(kind, *locals_) if grad else torch.empty(0, dtype=kind))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- promotion
+
+
+class _Border(torch.autograd.Function):
+    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return box(grads[0], ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
+
+
+def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """A plain tensor among global ones -> the local part of a broadcast one."""
+    where = spec.placement.coordinate(world().rank)
+    if where is None:
+        return torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad and torch.is_grad_enabled())
+    if tensor.device.type != spec.placement.type:
+        tensor = tensor.to(world().device(spec.placement.type))
+    return _Border.apply(tensor, spec) if tensor.requires_grad and torch.is_grad_enabled() else tensor  # type: ignore[no-any-return]
