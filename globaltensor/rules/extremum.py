@@ -17,7 +17,7 @@ __all__ = ["carry", "extremum", "extremum_with_gradient", "settled"]
 def settled(x: Tensor) -> Tensor:
     """The same tensor with its partial sums reduced, and every split kept: say so once where a value is used several times."""
     if has_torch_function((x,)):
-        return handle_torch_function(settled, (x,), x)  # type: ignore[no-any-return]
+        return handle_torch_function(settled, (x,), x)
     return x
 
 
@@ -31,7 +31,7 @@ def _settled(op: Op, x: Arg) -> None:
 def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
     """Largest or smallest element over ``dims``, without a gradient; of no elements, the identity of the reduction."""
     if has_torch_function((x,)):
-        return handle_torch_function(extremum, (x,), x, dims, keepdim, largest)  # type: ignore[no-any-return]
+        return handle_torch_function(extremum, (x,), x, dims, keepdim, largest)
     x = x.detach()
     if all(x.shape[d] for d in dims):
         if not dims:
@@ -79,8 +79,8 @@ class _Carry(torch.autograd.Function):
 def carry(value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No rounding touches the value."""
     if has_torch_function((value, x, weight)):
-        return handle_torch_function(carry, (value, x, weight), value, x, weight, dims, keepdim)  # type: ignore[no-any-return]
-    return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return]
+        return handle_torch_function(carry, (value, x, weight), value, x, weight, dims, keepdim)
+    return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @rule(carry)

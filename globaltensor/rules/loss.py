@@ -124,7 +124,7 @@ def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
     ``x`` has the dims of ``index`` and ``dim``; or it is one row for all, and ``dim`` is 0.
     """
     if has_torch_function((x, index)):
-        return handle_torch_function(pick, (x, index), x, index, dim)  # type: ignore[no-any-return]
+        return handle_torch_function(pick, (x, index), x, index, dim)
     here = index - offset
     inside = (here >= 0) & (here < x.shape[dim])
     if not x.shape[dim]:
@@ -188,7 +188,7 @@ def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def sums_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any, ignore_index: int, **smoothing: float) -> tuple[Tensor, Tensor]:
     """(sum of the losses, sum of the weights of the targets that count) of what is here."""
     if has_torch_function((x, target)):
-        return handle_torch_function(sums_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)  # type: ignore[no-any-return]
+        return handle_torch_function(sums_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)
     wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
     total = function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
     keep = target != ignore_index

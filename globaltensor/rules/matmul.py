@@ -168,8 +168,8 @@ def _einsum(op: Op, equation: str, *operands: Any) -> None:
     terms, result = _equation(equation, op.args)
     sizes: dict[str, int] = {}
     for a, term in zip(op.args, terms, strict=True):
-        for f, n in zip(term, a.shape, strict=True):
-            sizes[f] = max(n, sizes.get(f, 1)) if n != 0 else 0
+        for letter, n in zip(term, a.shape, strict=True):
+            sizes[letter] = max(n, sizes.get(letter, 1)) if n != 0 else 0
     names = [tuple(f if n == sizes[f] else None for f, n in zip(term, a.shape, strict=True)) for a, term in zip(op.args, terms, strict=True)]
     product(op, names, op.args, result)
     # A diagonal: both dims would have to be split alike.

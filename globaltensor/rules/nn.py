@@ -322,8 +322,8 @@ def _recurrent(function: Any) -> None:
     """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to step, are whole."""
 
     def describe(op: Op, input: Arg, hx: Any, *rest: Any) -> None:
-        if isinstance(hx, Arg) and isinstance(rest[0], (Arg, tuple)) and not isinstance(rest[0], list) and isinstance(rest[1], (list, tuple)):
-            raise ValueError("a packed sequence")
+        if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)
+            return
         _, _, _layers, dropout, training, _, batch_first = rest
         names: Dims = (None,) if input.ndim == 2 else ("n", None) if batch_first else (None, "n")
         op.set(input, (*names, None))

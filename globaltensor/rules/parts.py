@@ -88,7 +88,7 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
     """Zeros that depend on ``inputs`` in the graph, with gradients of zero."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(shape, dtype=dtype, device=inputs[0].device)
-    return _Zeros.apply(shape, dtype, inputs[0].device, *inputs)  # type: ignore[no-any-return]
+    return _Zeros.apply(shape, dtype, inputs[0].device, *inputs)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:
