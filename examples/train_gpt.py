@@ -200,11 +200,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from --checkpoint, up to --steps")
     add("--sample", type=int, default=200, help="bytes of the continuation at the end")
     add("--temperature", type=float, default=0.7, help="of the continuation; 0: always the likeliest byte")
-    add("--log-every", type=int, default=20, help="steps between two reports of the loss")
-    add("--no-progress", action="store_true", help="lines of text even on a terminal")
+    add("--log-every", type=int, default=25, help="steps between two reports of the loss")
+    add("--no-progress", action="store_true", help="no progress bar, even on a terminal")
     options = parser.parse_args(arguments)
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint, the file to go on from")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
     if options.width % options.heads:
         parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
     return options
@@ -212,8 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def learning_rate(step: int, steps: int) -> float:
     """Warm up, then fall along a cosine to a tenth."""
-    warm = max(1, min(20, steps // 10))
-    return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+    return min((step + 1) / max(1, min(20, steps // 10)), 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -> Callable[..., Tensor]:
@@ -250,9 +251,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable
             losses.append(torch.stack(recent).mean().item())  # collective: on every rank, though only one tells
             rate = len(recent) * options.batch * options.context / (time.perf_counter() - since)
             recent, since = [], time.perf_counter()
-            bar.set_postfix_str(f"loss {losses[-1]:.4f}, {rate:,.0f} tokens/s")
-            if loud and bar.disable:
-                print(f"step {step + 1:5d}  loss {losses[-1]:.4f}  {rate:,.0f} tokens/s", flush=True)
+            told = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s"
+            bar.set_postfix_str(told)
+            if loud:
+                with tqdm.external_write_mode():  # above the bar, if there is one
+                    print(f"step {step + 1:5d}  {told}", flush=True)
     bar.close()
     return losses
 
@@ -272,9 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         size, processes = sum(p.numel() for p in model.parameters()), 1 if options.parallel == "single" else flow.env.get_world_size()
         print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {processes} process(es)", flush=True)
 
-    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else {"step": 0}
-    if options.resume:
-        model.load_state_dict(saved["model"])
+    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else {"step": 0, "model": model.state_dict()}
+    model.load_state_dict(saved["model"])
     feed = place(model, options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if options.resume:
