@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ __all__ = ["HANDLERS", "call", "scalar_functions"]
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 _MOST = 1 << 13  # plans kept; beyond that all are forgotten
 _make = _torch.make_wrapper
+_grad_enabled = torch.is_grad_enabled
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_DEEPEST = 16  # frames searched for the apply of a custom Function
 
 
 class _Plans(threading.local):
@@ -41,6 +45,8 @@ _SCALARS = {f for f, r in RULES.items() if r.scalars}
 
 def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure (benchmarks/eager_overhead.py) before changing one."""
+    if not _grad_enabled():
+        _refuse_in_function(args)
     key: list[Any] = [func]
     for a in args:
         t = type(a)
@@ -75,6 +81,18 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     if found.view:
         args[0]._aliased = wrapped._aliased = True
     return wrapped
+
+
+def _refuse_in_function(args: tuple[Any, ...]) -> None:
+    """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
+    if any(type(a) is GlobalTensor and a._local.requires_grad for a in args):
+        frame = sys._getframe(2)
+        for _ in range(_DEEPEST):
+            if frame is None:
+                return
+            if frame.f_code is _APPLY:
+                raise KernelError(kernel_message("the forward of a custom torch.autograd.Function"))
+            frame = frame.f_back  # type: ignore[assignment]
 
 
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
@@ -131,7 +149,7 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
     if _torch.is_kernel(func):
-        raise KernelError(kernel_message(func))
+        raise KernelError(kernel_message(f"the kernel {func}"))
     if kwargs.get("out") is not None:
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))

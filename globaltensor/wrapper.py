@@ -44,7 +44,7 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise KernelError(kernel_message(func))
+        raise KernelError(kernel_message(f"the kernel {func}"))
 
     @property
     def spec(self) -> Spec:
@@ -134,9 +134,9 @@ class GlobalTensor(torch.Tensor):
         return self._spec.dtype.itemsize
 
 
-def kernel_message(func: object) -> str:
+def kernel_message(where: object) -> str:
     return (
-        f"a global tensor reached the kernel {func} below torch's functions (for example inside a custom torch.autograd.Function or a C++ extension), "
-        "where nobody knows how its parts belong together. Run that code on the local parts instead: "
-        "globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
+        f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
+        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns (and a checkpoint "
+        "needs use_reentrant=False)"
     )

@@ -136,8 +136,10 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
 
 
-def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local:
+def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
     boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
+    if not boxes:
+        return None  # torch's own, with the index as it stands
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
         these, key, owned = iter(_tensors(index)), [], None

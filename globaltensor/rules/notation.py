@@ -96,7 +96,7 @@ class Op:
     ``reduce``: kind of partial for each factor that no result has. ``whole``: factors that must not be split.
     ``linear``: groups of operands that may be partial sums together while the others are broadcast, giving partial results.
     ``addends``: operands that enter as partial where a contracted factor is split (a bias). ``carries``: any kind of partial passes through.
-    ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs.
+    ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None: torch's own).
     ``composite``: the call is written with other global ops instead. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
     """
 
@@ -109,7 +109,7 @@ class Op:
     addends: frozenset[int] = frozenset()
     carries: bool = False
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
-    local: Callable[[Split], Callable[..., Any]] | None = None
+    local: Callable[[Split], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
     random: bool = False
     view: bool = False

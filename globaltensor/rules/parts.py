@@ -70,25 +70,14 @@ def register(function: Any, describe: Callable[..., None]) -> None:
     RULES[function] = Rule(getattr(function, "__name__", str(function)), describe)
 
 
-class _Zeros(torch.autograd.Function):
-    """What a part that holds nothing computes."""
-
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *inputs: Tensor) -> Tensor:
-        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        zeros = [torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs]
-        return (None, None, None, *zeros)
-
-
 def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
-    """Zeros that depend on ``inputs`` in the graph, with gradients of zero."""
+    """Zeros that depend on ``inputs`` in the graph, as do their gradients, which are zero."""
+    out = torch.zeros(shape, dtype=dtype, device=inputs[0].device)
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.zeros(shape, dtype=dtype, device=inputs[0].device)
-    return _Zeros.apply(shape, dtype, inputs[0].device, *inputs)  # type: ignore[no-any-return,no-untyped-call]
+        return out
+    # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the gradient finds its way as well.
+    nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if t.is_floating_point() or t.is_complex())
+    return out + (nothing * nothing).to(dtype) if isinstance(nothing, Tensor) else out
 
 
 def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:

@@ -226,7 +226,7 @@ def _compare(
     parts = [distribute(t.detach(), s, gen) for t, s in zip(leaves, specs, strict=True)]
     inputs, results = {}, {}
     for rank in placement.flat:
-        function = op.local(Split(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else func
+        function = (op.local(Split(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else None) or func
         inputs[rank] = [p[rank].requires_grad_(p[rank].is_floating_point()) for p in parts]
         results[rank] = _run(function, inputs[rank], args, kwargs, inplace)
         assert len(results[rank]) == len(want)
