@@ -199,6 +199,23 @@ def test_dropout() -> None:
     compare(lambda v: F.dropout(v, 0.0) + F.dropout(v, 1.0) + F.dropout(v, 0.3, False), x(5, 4))
 
 
+CURVED: list[tuple[str, Any]] = [
+    ("softmax", lambda v: (F.softmax(v, 1) ** 2).sum()), ("cross entropy", lambda v: F.cross_entropy(v, ids(6, 5))),
+    ("layer norm", lambda v: (F.layer_norm(v, (6,)) ** 3).sum()),
+    ("batch norm", lambda v: (F.batch_norm(v, None, None, training=True) ** 3).sum()), ("amax", lambda v: (v.amax(1) ** 3).sum()), ("norm", lambda v: v.norm() ** 3),
+    ("std", lambda v: (v.std(1) ** 3).sum()), ("convolution", lambda v: F.conv1d(v[None], v[:2, None, :3].expand(2, 5, 3).contiguous()).pow(2).sum()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CURVED, ids=lambda row: row[0])
+def test_gradient_of_the_gradient(row: Any) -> None:
+    def run(value: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(row[1](value), value, create_graph=True)
+        return slope
+
+    compare(run, x(5, 6), grids=((2,),))
+
+
 ALL = "all_reduce"
 TRAFFIC: list[tuple[str, Any, list[tuple[tuple[int, ...], Any]], list[str], list[str]]] = [
     # what is called; operands and how they lie; collectives forward; backward of its sum

@@ -77,7 +77,10 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
         return out
     # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the gradient finds its way as well.
     nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if t.is_floating_point() or t.is_complex())
-    return out + (nothing * nothing).to(dtype) if isinstance(nothing, Tensor) else out
+    if not isinstance(nothing, Tensor):
+        return out
+    nothing = nothing.real if nothing.is_complex() and not dtype.is_complex else nothing
+    return out + (nothing * nothing).to(dtype)
 
 
 def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:
