@@ -203,7 +203,8 @@ CURVED: list[tuple[str, Any]] = [
     ("softmax", lambda v: (F.softmax(v, 1) ** 2).sum()), ("cross entropy", lambda v: F.cross_entropy(v, ids(6, 5))),
     ("layer norm", lambda v: (F.layer_norm(v, (6,)) ** 3).sum()),
     ("batch norm", lambda v: (F.batch_norm(v, None, None, training=True) ** 3).sum()), ("amax", lambda v: (v.amax(1) ** 3).sum()), ("norm", lambda v: v.norm() ** 3),
-    ("std", lambda v: (v.std(1) ** 3).sum()), ("convolution", lambda v: F.conv1d(v[None], v[:2, None, :3].expand(2, 5, 3).contiguous()).pow(2).sum()),
+    ("std", lambda v: (v.std(1) ** 3).sum()),
+    ("convolution", lambda v: F.conv1d(v[None], v[:2, None, :3].expand(2, 5, 3).contiguous()).pow(2).sum()),
 ]  # fmt: skip
 
 
@@ -265,3 +266,12 @@ def test_cross_entropy_traffic() -> None:
 
     assert simulate(2, run, flow.sbp.split(0)) == [([ALL], [])] * 2  # the count of targets that are kept
     assert simulate(2, run, flow.sbp.split(1)) == [([ALL, ALL], [ALL])] * 2  # the maxima; then the sums and the targets' logits
+
+
+def test_dropout_in_place() -> None:
+    def run() -> bool:
+        value = torch.ones(6, 4).to_global(placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)).detach()
+        out = F.dropout(value, 0.5, inplace=True)
+        return out.sbp == value.sbp and torch.equal(out.to_local(), value.to_local()) and set(value.to_local().unique().tolist()) <= {0.0, 2.0}
+
+    assert all(simulate(2, run))

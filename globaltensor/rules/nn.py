@@ -255,8 +255,6 @@ def _dropout(function: Any, whole: int | None = None) -> None:
             bound.apply_defaults()
             call = bound.arguments
             x, p, training = call["input"], call["p"], call.get("training", call.get("train"))
-            if call.get("inplace"):
-                raise ValueError("inplace=True")
         else:
             x, p, training = (*args, *kwargs.values())[:3]
         names = tuple(range(x.ndim))
@@ -283,8 +281,6 @@ for _name, _whole in (
 
 @rule([F.rrelu, torch.rrelu])
 def _rrelu(op: Op, input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: Any = False) -> None:
-    if inplace is True:
-        raise ValueError("inplace=True")
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.random = [names], bool(training)
