@@ -80,6 +80,8 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     wrapped._spec = found.out
     if found.view:
         args[0]._aliased = wrapped._aliased = True
+        if args[0]._stale:
+            wrapped._stale = True
     return wrapped
 
 
@@ -165,18 +167,22 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             f"{describe_call(func, tensors)}: an in-place op on a plain tensor cannot take a global operand; use the out-of-place form, "
             "or x.to_local() of the operand (its local part), or make the target global with to_global(placement, sbp)"
         )
-    meta, structure = _on_meta(func, specs, args, kwargs)
-    if meta is None:
-        return _unruled(func, specs, args, kwargs)
     op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
-    these = iter(op.args)
+    these, unknown = iter(op.args), ""
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
-        warnings.warn(f"the rule of {rule.name} does not know this form of the call ({error}); it runs on whole tensors", FallbackWarning, stacklevel=3)
-        return Whole(rule.name, specs, rule.inplace)
-    if op.composite is not None:
+        unknown = str(error)
+    if op.composite is not None:  # before the meta run: what comes out may depend on data
         return Through(op.composite)
+    if op.whole_call:
+        return Whole(rule.name, specs, rule.inplace)
+    meta, structure = _on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
+    if meta is None:
+        return _unruled(func, specs, args, kwargs)
+    if unknown:
+        warnings.warn(f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on whole tensors", FallbackWarning, stacklevel=3)
+        return Whole(rule.name, specs, rule.inplace)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
         outs, op.out = [specs[0]], [op.dims[0]]
@@ -198,6 +204,7 @@ def _freeze(
 ) -> Plan:
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
+    done.picks = op.view and any(f in op.reduce for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
     done.random = op.random
     rank = world().rank
@@ -208,7 +215,7 @@ def _freeze(
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
-    flat = all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    flat = not done.picks and bool(args or not op.view) and all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if flat and done.single and not rule.inplace and not done.outside and done.coordinates is None and all(r is None for r in done.routes):
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)

@@ -84,10 +84,11 @@ def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
 class Plan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
-    __slots__ = ("device", "direct", "dtype", "function", "out", "shape", "view")
+    __slots__ = ("device", "direct", "dtype", "function", "out", "picks", "shape", "view")
 
     def __init__(self) -> None:
         self.direct = self.view = False
+        self.picks = False  # a view function that picks from a split dim: the owner contributes it, so the result is a copy
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None
         self.shape: torch.Size | None = None
@@ -181,18 +182,18 @@ class Boxed(Plan):
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
                 return tensors[0]
-            if self.view and self.routes[0] is None:
+            if self.view and self.routes[0] is None and not self.picks:
                 tensors[0]._aliased = True
             if self.single:
-                return self._wrapped(out, self.outs[0])
+                return self._wrapped(out, self.outs[0], tensors)
             result = tensors_in(out, [])
-        wrapped = iter([self._wrapped(local, spec) for local, spec in zip(result, self.outs, strict=True)])
+        wrapped = iter([self._wrapped(local, spec, tensors) for local, spec in zip(result, self.outs, strict=True)])
         return replaced(self.structure, wrapped)
 
-    def _wrapped(self, local: torch.Tensor, spec: Any) -> GlobalTensor:
+    def _wrapped(self, local: torch.Tensor, spec: Any, operands: Sequence[Any]) -> GlobalTensor:
         out = GlobalTensor.wrap(local, spec)
         if self.view:
-            out._stale = self.routes[0] is not None
+            out._stale = self.routes[0] is not None or self.picks or operands[0]._stale
             out._aliased = not out._stale
         return out
 

@@ -212,9 +212,10 @@ class ProcessComm(MessageComm):
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
+        if flat.dtype in _NATIVE_REDUCES:
+            # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs.
+            return _Work(self, dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True))
         if self._native(flat.device):
-            if flat.dtype in _NATIVE_REDUCES:
-                return _Work(self, dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True))
             return super()._all_reduce_async(flat, op)
         lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)
         return background(self.world).submit(lambda: lane._all_reduce_in_place(flat.detach().view(-1), op))

@@ -97,7 +97,8 @@ class Op:
     ``linear``: groups of operands that may be partial sums together while the others are broadcast, giving partial results.
     ``addends``: operands that enter as partial where a contracted factor is split (a bias). ``carries``: any kind of partial passes through.
     ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None: torch's own).
-    ``composite``: the call is written with other global ops instead. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
+    ``composite``: the call is written with other global ops instead. ``whole_call``: the result's shape depends on data, so it runs on whole operands.
+    ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
     """
 
     args: list[Arg]
@@ -111,6 +112,7 @@ class Op:
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
     local: Callable[[Split], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
+    whole_call: bool = False
     random: bool = False
     view: bool = False
     function: Any = None
