@@ -202,7 +202,8 @@ def test_dropout() -> None:
 CURVED: list[tuple[str, Any]] = [
     ("softmax", lambda v: (F.softmax(v, 1) ** 2).sum()), ("cross entropy", lambda v: F.cross_entropy(v, ids(6, 5))),
     ("layer norm", lambda v: (F.layer_norm(v, (6,)) ** 3).sum()),
-    ("batch norm", lambda v: (F.batch_norm(v, None, None, training=True) ** 3).sum()), ("amax", lambda v: (v.amax(1) ** 3).sum()), ("norm", lambda v: v.norm() ** 3),
+    ("batch norm", lambda v: (F.batch_norm(v, None, None, training=True) ** 3).sum()),
+    ("amax", lambda v: (v.amax(1) ** 3).sum()), ("norm", lambda v: v.norm() ** 3),
     ("std", lambda v: (v.std(1) ** 3).sum()),
     ("convolution", lambda v: F.conv1d(v[None], v[:2, None, :3].expand(2, 5, 3).contiguous()).pow(2).sum()),
 ]  # fmt: skip
