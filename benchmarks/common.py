@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,8 @@ def on_ranks(nproc: int) -> None:
         return
     command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), *sys.argv]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, start_new_session=True)
+    end_by_signal()
+    ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
     try:
         sys.exit(ranks.wait(LIMIT))
     except subprocess.TimeoutExpired:
@@ -131,11 +133,16 @@ def on_ranks(nproc: int) -> None:
         end(ranks)
 
 
-def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, politely first."""
+def end_by_signal() -> None:
+    """Let a SIGTERM run this script's clean-up: what it has started ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def end(process: subprocess.Popen[Any], group: bool = False) -> None:
+    """End a process, politely first, or its whole ``group``. A launcher takes its ranks with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, number) if group else process.send_signal(number)
             process.wait(10)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
@@ -199,7 +206,7 @@ def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]]
         if name not in row:
             return "-"
         ratio = (ratios or {}).get(str(row["case"]), {}).get(name)
-        return f"{row[name]:.4g}" + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
+        return (f"{row[name]:,}" if isinstance(row[name], int) else f"{row[name]:.4g}") + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
 
     lines = [["case", "unit", *names], *([str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]

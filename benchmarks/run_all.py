@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import LIMIT, describe, end, options, table
+from common import LIMIT, describe, end, end_by_signal, options, table
 
 HERE = Path(__file__).resolve().parent
-#: name -> whether it knows --steps and --quick.
-BENCHMARKS = {"eager_overhead": True, "data_parallel": True, "fsdp": True, "tensor_parallel": True, "boxing": False}
+#: name -> the contender that ours is compared with.
+BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor"}
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
@@ -21,19 +21,26 @@ def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
     try:
         printed, _ = process.communicate(timeout=LIMIT)
     finally:
-        end(process)
+        end(process, group=True)
     if process.returncode:
         sys.exit(f"{name} failed with status {process.returncode}")
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
+def compared(name: str, rows: list[dict[str, Any]]) -> str:
+    """The rows as a table, with the ratio of ours to its anchor."""
+    base = BENCHMARKS[name]
+    return table(rows, {row["case"]: {"ours": row["ours"] / row[base]} for row in rows if base in row}, base)
+
+
 def page(results: Path) -> str:
     """The tables of all results there are."""
-    parts = [f"# Measured\n\n{describe()}. Medians; contenders timed in turn in one run. `make bench` writes this page."]
+    about = "Medians; contenders timed in turn in one run; in brackets ours over its anchor (plain, ddp, fsdp2, dtensor). `make bench` writes this page."
+    parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
         path = results / f"{name}.jsonl"
         if path.exists():
-            parts.append(f"## {name}\n\n{table([json.loads(line) for line in path.read_text().splitlines()])}")
+            parts.append(f"## {name}\n\n{compared(name, [json.loads(line) for line in path.read_text().splitlines()])}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,11 +49,12 @@ def main() -> None:
     arguments = (["--quick"] if chosen.quick else []) + (["--steps", str(chosen.steps)] if chosen.steps else [])
     # A quick run shows that the benchmarks run; its numbers are not for keeping.
     results = None if chosen.quick else HERE / "results"
-    for name, configurable in BENCHMARKS.items():
+    end_by_signal()
+    for name in BENCHMARKS:
         if chosen.only not in name:
             continue
-        rows = run(name, arguments if configurable else [])
-        print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{table(rows)}", flush=True)
+        rows = run(name, arguments if name != "boxing" else [])  # its sizes and rounds are its own
+        print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{compared(name, rows)}", flush=True)
         if results:
             results.mkdir(exist_ok=True)
             (results / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
