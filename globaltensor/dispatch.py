@@ -174,6 +174,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
     if op.composite is not None:  # before the meta run: what comes out may depend on data
+        if op.checked:
+            _on_meta(func, specs, args, kwargs)
         return Through(op.composite)
     if op.whole_call:
         return Whole(rule.name, specs, rule.inplace)

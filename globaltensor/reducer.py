@@ -20,7 +20,8 @@ from .wrapper import GlobalTensor
 
 __all__ = ["LeafGradient", "Reducer", "attach", "no_sync", "reducer"]
 
-BUCKET_BYTES = 25 << 20  # as torch's reducer: large enough for bandwidth, small enough to overlap
+# As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
+FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class LeafGradient:
@@ -97,7 +98,7 @@ class Reducer:
         key = (leaf.ranks, grad.dtype, grad.device)
         bucket = self.buckets.setdefault(key, [])
         bucket.append((leaf, grad))
-        if sum(g.nbytes for _, g in bucket) >= BUCKET_BYTES:
+        if sum(g.nbytes for _, g in bucket) >= (BUCKET_BYTES if self.sent else FIRST_BYTES):
             self.send(key)
 
     def send(self, key: tuple[Any, ...]) -> None:

@@ -276,3 +276,25 @@ def test_dropout_in_place() -> None:
         return out.sbp == value.sbp and torch.equal(out.to_local(), value.to_local()) and set(value.to_local().unique().tolist()) <= {0.0, 2.0}
 
     assert all(simulate(2, run))
+
+
+WRONG: list[tuple[Any, ...]] = [
+    (lambda v: F.layer_norm(v, (5,)), RuntimeError), (lambda v: F.cross_entropy(v, torch.tensor([0, 1, 9])), IndexError), (lambda v: F.softmax(v, 2), IndexError),
+    (lambda v: F.cross_entropy(v, torch.zeros(3, 5)), RuntimeError), (lambda v: v.amax(5), IndexError), (lambda v: F.cross_entropy(v, torch.zeros(4, dtype=torch.long)), ValueError),
+    (lambda v: F.batch_norm(v[:1], None, None, training=True), ValueError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WRONG, ids=range(len(WRONG)))
+def test_what_torch_refuses_is_refused(row: Any) -> None:
+    function, error = row
+
+    def run(sbp: Any) -> None:
+        value = torch.ones(3, 6).to_global(placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.broadcast).to_global(sbp=sbp)
+        with pytest.raises(error):
+            function(value)
+
+    with pytest.raises(error):
+        function(torch.ones(3, 6))
+    simulate(2, run, flow.sbp.split(1))
+    simulate(2, run, flow.sbp.broadcast)

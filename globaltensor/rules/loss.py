@@ -141,7 +141,20 @@ def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
     op.set(x, (*names[:dim], "class", *names[dim:]) if x.ndim == index.ndim + 1 else ("class",))
     op.out, op.reduce = [names], {"class": "sum"}
     op.linear = [frozenset([x.index])]
-    op.local = lambda split: lambda x, index, dim: pick(x, index, dim, split.box("class")[0])
+    classes = x.shape[dim] if x.ndim > 1 else x.shape[0]
+
+    def local(split: Split) -> Callable[..., Tensor]:
+        offset = split.box("class")[0]
+
+        def run(x: Tensor, index: Tensor, dim: int) -> Tensor:
+            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait for it.
+            if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < classes:
+                raise IndexError(f"Target out of bounds: classes go from 0 to {classes - 1}, but targets from {int(index.min())} to {int(index.max())}")
+            return pick(x, index, dim, offset)
+
+        return run
+
+    op.local = local
 
 
 def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
@@ -161,11 +174,11 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         if weight is not None:
             op.set(weight, (at,))
         if split_in(x, [at]) or (soft and split_in(target, [at])):
-            op.composite = lambda *a, **k: over_split(read(*a, **k))
+            op.compose(lambda *a, **k: over_split(read(*a, **k)))
             return
         split = split_in(x, each) or split_in(target, range(target.ndim))
         if call["reduction"] == "mean" and split and not soft:
-            op.composite = lambda *a, **k: _mean_of_kept(function, read(*a, **k))
+            op.compose(lambda *a, **k: _mean_of_kept(function, read(*a, **k)))
             return
         if call["reduction"] == "mean" and not soft:
             op.whole = set(names)

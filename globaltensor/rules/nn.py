@@ -50,7 +50,7 @@ def _over_last(op: Op, input: Arg, shape: Any, split: Callable[..., Tensor], *pa
         if p is not None:
             op.set(p, dims)
     if split_in(input, dims):
-        op.composite = split
+        op.compose(split)
 
 
 @rule([F.layer_norm, torch.layer_norm])
@@ -85,7 +85,7 @@ def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None 
 def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
     space = tuple(range(2, input.ndim))
     if split_in(input, space):
-        op.composite = _split_group_norm
+        op.compose(_split_group_norm)
         return
     op.set(input, ("n", "g", *[None] * len(space)))
     op.out = [op.dims[input.index]]
@@ -124,7 +124,7 @@ def _instance_norm(
     tracked = running_mean is not None and use_input_stats  # buffers are written: the same everywhere
     space = tuple(range(2, input.ndim))
     if use_input_stats and not tracked and split_in(input, space):
-        op.composite = _split_instance_norm
+        op.compose(_split_instance_norm)
         return
     op.set(input, (*("n", "c")[: input.ndim], *(("s", d) for d in space)))
     op.out = [op.dims[input.index]]
@@ -155,7 +155,7 @@ def _batch_norm(
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
     if training and (split_in(input, others) or (running_mean is not None and input.is_split(1))):
-        op.composite = _split_batch_norm
+        op.compose(_split_batch_norm)
         return
     names: list[Factor] = ["c" if d == 1 else d for d in range(input.ndim)]
     op.set(input, names)

@@ -22,7 +22,7 @@ def _vector(op: Op, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, func
     if p == 0:
         reduced(op, x, dims, keepdim, "sum")
     elif math.isinf(p) and split_in(x, dims) and all(x.shape[d] for d in dims):
-        op.composite = function
+        op.compose(function)
     elif math.isinf(p) or p < 1 or math.isnan(p):
         reduced(op, x, dims, keepdim, None)
     else:
@@ -141,7 +141,7 @@ def _split_cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Te
 def _pairwise(op: Op, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> None:
     names = _two(op, x1, x2)
     if _any_split(x1, x2, -1):
-        op.composite = _split_pairwise
+        op.compose(_split_pairwise)
     op.whole = {names[-1]}
     op.out = [kept(names, (len(names) - 1,), keepdim)]
 

@@ -112,6 +112,7 @@ class Op:
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
     local: Callable[[Split], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
+    checked: bool = False  # torch's own function looks at the arguments of a composite first, on meta tensors
     whole_call: bool = False
     random: bool = False
     view: bool = False
@@ -120,6 +121,10 @@ class Op:
     def __post_init__(self) -> None:
         if not self.dims:
             self.dims = [(None,) * a.ndim for a in self.args]
+
+    def compose(self, function: Callable[..., Any]) -> None:
+        """The call is ``function`` of global tensors instead; what torch would refuse, it refuses first, in its own words."""
+        self.composite, self.checked = function, True
 
     def set(self, arg: Arg, dims: Sequence[Factor | None]) -> None:
         """Name the dims of one operand."""

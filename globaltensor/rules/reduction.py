@@ -192,7 +192,7 @@ def _max_or_min(name: str) -> None:
 
         def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
             if dim is None and _has_split(input):
-                op.composite = _amax(name == "max")
+                op.compose(_amax(name == "max"))
             elif dim is None:
                 reduced(op, input, dims_of(input, None), False, None)
             else:

@@ -154,7 +154,7 @@ def composite(names: str, when: Callable[..., bool]) -> Any:
 
                 def describe(op: Op, *args: Any, before: Rule = before, **kwargs: Any) -> None:
                     if when(*args, **kwargs):
-                        op.composite = function
+                        op.compose(function)
                     else:
                         before.describe(op, *args, **kwargs)
 

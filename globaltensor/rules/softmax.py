@@ -39,7 +39,7 @@ def _family(kind: str) -> None:
                 x, dim, _ = bind(*args, **canonical(kwargs))
                 dims = dims_of(x, dim)
                 if split_in(x, dims) and x.shape[dims[0]]:
-                    op.composite = lambda *a, **k: _over_split(kind, *bind(*a, **canonical(k)))
+                    op.compose(lambda *a, **k: _over_split(kind, *bind(*a, **canonical(k))))
                 reduced(op, x, dims, True, None)
                 op.out = [op.dims[x.index]]
 
