@@ -105,7 +105,9 @@ def local_of(x: Any) -> Any:
     return x._local if isinstance(x, GlobalTensor) else x
 
 
-def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None, inputs: Any = None) -> None:
+def backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None, inputs: Any = None
+) -> None:
     """torch.autograd.backward where some outputs are global."""
     locals_, seeds = _starts(_sequence(tensors), grad_tensors)
     into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]

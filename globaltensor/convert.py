@@ -70,7 +70,8 @@ def spec_of(held: dict[int, tuple[tuple[int, ...], torch.dtype]], placement: Pla
         balanced = "; ".join(f"rank {r}: {list(spec.local_shape(r))}" for r in placement.flat[:8])
         raise ShapeError(
             _told(f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held)
-            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; dims that are not split must be equal"
+            + f"the parts of a tensor of shape {shape} would be {balanced}. Of n elements over p ranks the first n mod p hold one more; "
+            "dims that are not split must be equal"
         )
     return spec
 

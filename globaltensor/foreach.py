@@ -30,7 +30,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     writes = name.endswith("_")
     first = _lists(args)[0]
-    owner = [next((x for x in column if isinstance(x, GlobalTensor)), None) for column in zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)]
+    columns = zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)
+    owner = [next((x for x in column if isinstance(x, GlobalTensor)), None) for column in columns]
     specs = [None if t is None else _target(name, t._spec, writes) for t in owner]
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
@@ -57,7 +58,9 @@ def _target(name: str, spec: Spec, writes: bool) -> Spec:
     if not any(e.is_partial for e in spec.layout):
         return spec
     if writes and name not in ("_foreach_zero_",):
-        raise InplaceError(f"in-place {name} on a partial tensor ({spec!r}) would need its sbp changed; bring it to broadcast or split first: x.to_global(sbp=...)")
+        raise InplaceError(
+            f"in-place {name} on a partial tensor ({spec!r}) would need its sbp changed; bring it to broadcast or split first: x.to_global(sbp=...)"
+        )
     return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
 
 

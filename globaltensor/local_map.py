@@ -61,7 +61,8 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
 def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:
     if value is None:
         return [None] * count
-    if isinstance(value, Sbp) or (isinstance(value, (list, tuple)) and len(value) == placement.axes and all(isinstance(v, Sbp) for v in value) and (placement.axes > 1 or count == 1)):
+    one = isinstance(value, (list, tuple)) and len(value) == placement.axes and all(isinstance(v, Sbp) for v in value) and (placement.axes > 1 or count == 1)
+    if isinstance(value, Sbp) or one:
         return [as_layout(value, placement.axes, what)] * count
     if len(value) != count:
         raise SbpError(f"local_map: {what} has {len(value)} entries for {count} tensors")
@@ -71,8 +72,9 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
 def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     here = world()
     results = tensors_in(out, [])
-    mine = [(tuple(t.shape), t.dtype) for t in results] if inside else None
-    told: Sequence[Any] = here.comm(tuple(range(here.size))).all_gather_object((mine, replaced(out, iter([torch.empty(0)] * len(results))) if inside else None)) if here.size > 1 else [(mine, out)]
+    # The ranks tell each other the shapes of their parts; those outside the placement learn the structure of the result too.
+    mine = ([(tuple(t.shape), t.dtype) for t in results], replaced(out, iter([torch.empty(0)] * len(results)))) if inside else None
+    told: Sequence[Any] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
     shapes, shell = told[placement.flat[0]]
     layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
     wrapped = []

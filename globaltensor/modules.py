@@ -80,7 +80,8 @@ def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalT
     if isinstance(old, torch.nn.Parameter):
         parameter = torch.nn.Parameter(new, old.requires_grad)
         if old.grad is not None:
-            parameter.grad = old.grad.to_global(placement, layout) if isinstance(old.grad, GlobalTensor) else _made(old.grad, placement, layout)
+            grad = old.grad
+            parameter.grad = grad.to_global(placement, layout) if isinstance(grad, GlobalTensor) else _made(grad, placement, layout)
         return parameter  # type: ignore[return-value]
     return new
 
@@ -94,7 +95,8 @@ def _check_same_model(tensors: list[tuple[str, torch.Tensor]]) -> None:
         if theirs != mine:
             here_only, there_only = [m for m in mine if m not in theirs], [t for t in theirs if t not in mine]
             raise ShapeError(
-                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank {here.rank} has {here_only[:3]}, rank {rank} has {there_only[:3]}; "
+                f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank {here.rank} has {here_only[:3]}, "
+                f"rank {rank} has {there_only[:3]}; "
                 "build the same module on every rank"
             )
 

@@ -249,8 +249,9 @@ class Whole(Plan):
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
             return target
-        shapes = iter([GlobalTensor.wrap(t, Spec.make(t.shape if not inner.outside else t._shape, t.dtype, self.placement, [broadcast] * self.placement.axes)) for t in tensors_in(out, [])])  # type: ignore[attr-defined]
-        return replaced(out, shapes)
+        whole = [broadcast] * self.placement.axes
+        results = [(t, t._shape if inner.outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
+        return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, self.placement, whole)) for t, shape in results]))
 
     def _share(self, out: Any, outside: bool, locals_: list[torch.Tensor]) -> Any:
         """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""

@@ -144,7 +144,9 @@ class Spec:
             size *= max(length for _, length in nested(n, self.chain(dim)))
         return size
 
-    def replace(self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None) -> Spec:
+    def replace(
+        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+    ) -> Spec:
         """The same spec with some parts changed."""
         return Spec.make(
             self.shape if shape is None else shape,

@@ -72,7 +72,9 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     return out
 
 
-def global_to_global(self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False) -> GlobalTensor:
+def global_to_global(
+    self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False
+) -> GlobalTensor:
     """The same value on another placement or with another sbp. What is not given stays. ``grad_sbp``: the sbp that the gradient is brought to on its way back
     (default: the dual of this tensor's sbp). Collective. Raises SbpError, PlacementError."""
     src = self._spec
@@ -145,7 +147,7 @@ def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = Fa
 
 
 def plain_to_local(self: torch.Tensor, **options: Any) -> torch.Tensor:
-    raise GlobalTensorError("to_local() of a tensor that is not global: it is local already; to_local is for tensors made by to_global or with placement=, sbp=")
+    raise GlobalTensorError("to_local() of a tensor that is local already: it is for tensors made by to_global or with placement=, sbp=")
 
 
 def _needs_global(name: str) -> property:
@@ -207,7 +209,8 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     if dtype is x.dtype:
         return x
     spec = x._spec
-    if any(e.is_partial for e in spec.layout) and not ((dtype.is_floating_point or dtype.is_complex) and (spec.dtype.is_floating_point or spec.dtype.is_complex)):
+    linear = all(d.is_floating_point or d.is_complex for d in (dtype, spec.dtype))
+    if any(e.is_partial for e in spec.layout) and not linear:
         x = x.to_global(sbp=[broadcast if e.is_partial else e for e in spec.layout])
     return GlobalTensor.wrap(x._local.to(dtype), x._spec.replace(dtype=dtype))
 
@@ -215,7 +218,8 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
 def _device_type(device: Any) -> str:
     device = torch.device(device) if isinstance(device, str) else device
     if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().local_rank):
-        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to('{getattr(device, 'type', 'cuda')}') or to_global(placement=...)")
+        kind = getattr(device, "type", "cuda")
+        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
     return str(device.type)
 
 
@@ -283,7 +287,7 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
 def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], GlobalTensor):
         return copy_(*args, **kwargs)
-    raise InplaceError("copy_ of a global tensor into a plain one: copy its local part (x.to_local()) or its whole value (x.to_global(sbp=broadcast).to_local())")
+    raise InplaceError("copy_ of a global tensor into a plain one: copy its part, x.to_local(), or its whole value, x.to_global(sbp=broadcast).to_local()")
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
@@ -376,9 +380,6 @@ METHODS: dict[str, Any] = {
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
-    "data_ptr": of_local("data_ptr"), "is_contiguous": of_local("is_contiguous"), "storage_offset": of_local("storage_offset"), "is_pinned": of_local("is_pinned"),
-    "get_device": of_local("get_device"), "untyped_storage": of_local("untyped_storage"), "is_inference": of_local("is_inference"), "is_set_to": of_local("is_set_to"),
-    "is_shared": of_local("is_shared"), "is_signed": of_local("is_signed"), "is_conj": of_local("is_conj"), "is_neg": of_local("is_neg"),
     "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": autograd.tensor_backward, "register_hook": autograd.register_hook,
     "register_post_accumulate_grad_hook": autograd.register_post_accumulate_grad_hook,
     "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
@@ -386,9 +387,12 @@ METHODS: dict[str, Any] = {
     "grad": property(autograd.get_grad, autograd.set_grad, lambda self: autograd.set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
-    "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout), "is_sparse": property(lambda self: self._local.is_sparse),
-    "is_quantized": property(lambda self: False), "is_nested": property(lambda self: False), "is_mkldnn": property(lambda self: False), "is_mps": property(lambda self: False),
-    "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "is_lazy": property(lambda self: False), "names": property(lambda self: (None,) * self.dim()),
+    "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "names": property(lambda self: (None,) * self.dim()),
+    "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout),
+    "is_sparse": property(lambda self: self._local.is_sparse),
+    **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
+    **{name: of_local(name) for name in ("data_ptr", "is_contiguous", "storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
+    **{name: of_local(name) for name in ("is_set_to", "is_shared", "is_signed", "is_conj", "is_neg")},
 }  # fmt: skip
 
 #: What ordinary tensors gain.

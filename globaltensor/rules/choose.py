@@ -2,7 +2,7 @@
 
 An op whose operands already fit a signature never communicates. Otherwise each combination of signatures, one an axis, is priced: the time to box
 the operands, plus what is lost by it: giving up a broadcast operand costs the gather that would bring it back, and leaving a partial result costs
-its reduction. Ties go to the combination that moves the fewest operands, then to the one listed first.
+its reduction. Ties go to the combination with the least traffic, then to that which moves the fewest operands, then to the one listed first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(key=lambda s: sum(not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)))
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
-    best: tuple[tuple[float, int], Choice] | None = None
+    best: tuple[tuple[float, float, int], Choice] | None = None
     for signatures in itertools.product(*menu):
         found = _choice(signatures, specs, outs)
         if keep is not None and (found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout):
@@ -81,15 +81,18 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return Choice(ins, results, factors, signatures)
 
 
-def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, int]:
-    seconds, moved = 0.0, 0
+def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, float, int]:
+    seconds, given_up, moved = 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
             route = plan(src, dst)
-            # A free move gives something up: what it takes to win it back is part of the price.
-            seconds += route.seconds + (plan(dst, src).seconds if not route.bytes else 0.0)
+            seconds += route.seconds
+            if not route.bytes:  # A free move gives something up: what it takes to win the result back, once, is part of the price.
+                given_up = max(given_up, plan(dst, src).seconds)
             moved += 1
+    traffic = round(seconds, 12)
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             seconds += plan(out, out.replicated()).seconds / 2
-    return round(seconds, 12), moved
+    # Equal prices: what is paid for sure counts for more than what may have to be won back. So S x B stays S.
+    return round(seconds + given_up, 12), traffic, moved

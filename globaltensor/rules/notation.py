@@ -96,7 +96,8 @@ class Op:
     ``reduce``: kind of partial for each factor that no result has. ``whole``: factors that must not be split.
     ``linear``: groups of operands that may be partial sums together while the others are broadcast, giving partial results.
     ``addends``: operands that enter as partial where a contracted factor is split (a bias). ``carries``: any kind of partial passes through.
-    ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None: torch's own).
+    ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None:
+    torch's own).
     ``composite``: the call is written with other global ops instead. ``whole_call``: the result's shape depends on data, so it runs on whole operands.
     ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
     """
@@ -184,7 +185,8 @@ def align(shapes: Sequence[tuple[int, ...]], tag: str = "") -> tuple[list[Dims],
     ([(('', 2), None), (None, ('', 1)), (('', 1),)], (('', 2), ('', 1)))
     """
     n = max((len(s) for s in shapes), default=0)
-    sizes = [max((s[len(s) - k] for s in shapes if len(s) >= k), default=1) if not any(len(s) >= k and s[len(s) - k] == 0 for s in shapes) else 0 for k in range(1, n + 1)]
+    columns = [[s[len(s) - k] for s in shapes if len(s) >= k] for k in range(1, n + 1)]
+    sizes = [0 if 0 in column else max(column) for column in columns]
     every: list[Dims] = [tuple((tag, k) if s[len(s) - k] == sizes[k - 1] else None for k in range(len(s), 0, -1)) for s in shapes]
     return every, tuple((tag, k) for k in range(n, 0, -1))
 
