@@ -38,9 +38,10 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
     menu = [list(op.signatures(axis)) for axis in range(axes)]
     if keep is not None:
         menu = [[s for s in m if _alike(s.ins[keep], specs[keep], a) and _alike(s.outs[0], specs[keep], a)] for a, m in enumerate(menu)]
-    for signatures in itertools.product(*([s for s in m if all(_alike(e, spec, a) for e, spec in zip(s.ins, specs, strict=True))] for a, m in enumerate(menu))):
+    for signatures in itertools.product(*([s for s in m if _fits(op, s, specs, a)] for a, m in enumerate(menu))):
         found = _choice(signatures, specs, outs)
-        if all(a is b for a, b in zip(found.ins, specs, strict=True)) and (keep is None or found.outs[0].layout == specs[keep].layout):
+        same = (a is b or (i in op.addends and not plan(b, a).bytes) for i, (a, b) in enumerate(zip(found.ins, specs, strict=True)))
+        if all(same) and (keep is None or found.outs[0].layout == specs[keep].layout):
             return found
     while len(menu) and _count(menu) > _MOST:
         longest = max(range(axes), key=lambda a: len(menu[a]))
@@ -71,6 +72,14 @@ def _alike(entry: object, spec: Spec, axis: int) -> bool:
     return entry is mine or (getattr(entry, "kind", "") == mine.kind == "split" and getattr(entry, "dim", None) == mine.dim)
 
 
+def _fits(op: Op, signature: Signature, specs: Sequence[Spec], axis: int) -> bool:
+    """Whether the operands lie as this signature wants; a broadcast addend may enter as partial."""
+    return all(
+        _alike(entry, spec, axis) or (i in op.addends and entry.is_partial and spec.layout[axis].is_broadcast)
+        for i, (entry, spec) in enumerate(zip(signature.ins, specs, strict=True))
+    )
+
+
 def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequence[Spec]) -> Choice:
     ins = tuple(spec.replace(layout=[s.ins[i] for s in signatures]) for i, spec in enumerate(specs))
     results = tuple(spec.replace(layout=[s.outs[min(i, len(s.outs) - 1)] for s in signatures]) for i, spec in enumerate(outs))
@@ -81,18 +90,18 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return Choice(ins, results, factors, signatures)
 
 
-def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, float, int]:
-    seconds, given_up, moved = 0.0, 0.0, 0
+def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float]:
+    """(seconds, operands moved, seconds of traffic)."""
+    traffic, lost, moved = 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
             route = plan(src, dst)
-            seconds += route.seconds
-            if not route.bytes:  # A free move gives something up: what it takes to win the result back, once, is part of the price.
-                given_up = max(given_up, plan(dst, src).seconds)
             moved += 1
-    traffic = round(seconds, 12)
+            if route.bytes:
+                traffic += route.seconds
+            else:  # a free move gives something up: what it takes to win it back is part of the price
+                lost += plan(dst, src).seconds
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
-            seconds += plan(out, out.replicated()).seconds / 2
-    # Equal prices: what is paid for sure counts for more than what may have to be won back. So S x B stays S.
-    return round(seconds + given_up, 12), traffic, moved
+            lost += plan(out, out.replicated()).seconds / 2
+    return round(traffic + lost, 12), moved, round(traffic, 12)
