@@ -1,5 +1,7 @@
 """Error classes. All derive from RuntimeError: Python swallows a TypeError raised inside an operator's dunder method."""
 
+import sys
+
 
 class GlobalTensorError(RuntimeError):
     """Base of every error this library raises on purpose."""
@@ -35,3 +37,11 @@ class KernelError(GlobalTensorError):
 
 class FallbackWarning(UserWarning):
     """A function without a rule ran on whole tensors."""
+
+
+def noted(error: BaseException, text: str) -> None:
+    """Add a line to what an error says."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import WorldError
+from ..errors import WorldError, noted
 from .comm import Comm
 from .world import World, set_world
 
@@ -158,7 +158,7 @@ def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEO
         thread.join(max(0.0, end - time.monotonic()))
     if errors:
         rank, error = next((e for e in errors if not isinstance(e[1], WorldError)), errors[0])
-        error.add_note(f"(on simulated rank {rank} of {n})")
+        noted(error, f"(on simulated rank {rank} of {n})")
         raise error
     alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if alive:

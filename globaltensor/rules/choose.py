@@ -1,8 +1,9 @@
 """Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every rank takes the same decision.
 
-An op whose operands already fit a signature never communicates. Otherwise each combination of signatures, one an axis, is priced: the time to box
-the operands, plus what is lost by it: giving up a broadcast operand costs the gather that would bring it back, and leaving a partial result costs
-its reduction. Ties go to the combination with the least traffic, then to that which moves the fewest operands, then to the one listed first.
+An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
+combination of signatures, one an axis, is priced: the time to box the operands, plus what is lost by it: giving up a broadcast operand costs the
+gather that would bring it back, and leaving a partial result half its reduction. Ties go to the combination that moves the fewest operands, then to
+the one with the least traffic, then to the one listed first.
 """
 
 from __future__ import annotations

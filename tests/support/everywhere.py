@@ -11,6 +11,7 @@ import torch
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import noted
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 from .oracle import close, swapped, tensors_in
@@ -44,7 +45,7 @@ def _on_rank(func: Any, tensors: Any, args: Any, kwargs: Any, grid: Any, layouts
                 _one(func, tensors, args, kwargs, placement, whole, layout)
         except Exception as error:
             shown = [f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layout, strict=True)]
-            error.add_note(f"in {getattr(func, '__name__', func)} of {', '.join(shown)} on {list(grid)}")
+            noted(error, f"in {getattr(func, '__name__', func)} of {', '.join(shown)} on {list(grid)}")
             raise
 
 

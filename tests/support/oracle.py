@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.errors import noted
 from globaltensor.placement import Placement
 from globaltensor.rules.notation import Arg, Op, Signature, Split
 from globaltensor.rules.registry import RULES
@@ -197,7 +198,7 @@ def _check_one(func: Any, specs: list[Spec], tensors: list[torch.Tensor], args: 
     try:
         _compare(func, op, specs, outs, factors, leaves, want, args, kwargs, inplace)
     except Exception as error:
-        error.add_note(f"in {text} on {specs[0].placement}")
+        noted(error, f"in {text} on {specs[0].placement}")
         raise
     return f"{' '.join(','.join(e.short for e in s.layout) for s in specs)} -> {' '.join(','.join(e.short for e in s.layout) for s in outs)}"
 
