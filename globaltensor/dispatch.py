@@ -47,6 +47,9 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure (benchmarks/eager_overhead.py) before changing one."""
     if not _grad_enabled():
         _refuse_in_function(args)
+    handler = HANDLERS.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs or {})
     key: list[Any] = [func]
     for a in args:
         t = type(a)
@@ -99,9 +102,6 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
     """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
-    handler = HANDLERS.get(func)
-    if handler is not None:
-        return Through(lambda *a, **k: handler(func, a, k))
     found = _plan(func, args, kwargs)
     if key is not None:
         if len(_cache.plans) >= _MOST:

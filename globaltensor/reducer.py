@@ -73,6 +73,7 @@ class Reducer:
     def __init__(self) -> None:
         self.deferred = 0
         self.buckets: dict[tuple[Any, ...], list[tuple[LeafGradient, torch.Tensor]]] = {}
+        self.sizes: dict[tuple[Any, ...], int] = {}  # bytes in each bucket
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
         self.finished: list[LeafGradient] = []
         self.queued = False
@@ -96,13 +97,14 @@ class Reducer:
             self.finished.append(leaf)
             return
         key = (leaf.ranks, grad.dtype, grad.device)
-        bucket = self.buckets.setdefault(key, [])
-        bucket.append((leaf, grad))
-        if sum(g.nbytes for _, g in bucket) >= (BUCKET_BYTES if self.sent else FIRST_BYTES):
+        self.buckets.setdefault(key, []).append((leaf, grad))
+        size = self.sizes[key] = self.sizes.get(key, 0) + grad.nbytes
+        if size >= (BUCKET_BYTES if self.sent else FIRST_BYTES):
             self.send(key)
 
     def send(self, key: tuple[Any, ...]) -> None:
         bucket = self.buckets.pop(key)
+        del self.sizes[key]
         flat = torch.cat([g.reshape(-1) for _, g in bucket]) if len(bucket) > 1 else bucket[0][1].reshape(-1)
         if flat.numel():
             self.sent.append((bucket, flat, world().comm(key[0]).all_reduce_async(flat, "sum")))
@@ -132,7 +134,7 @@ class Reducer:
         finally:
             self.queued = False
             self.before = []
-            self.buckets, self.sent, self.finished = {}, [], []
+            self.buckets, self.sizes, self.sent, self.finished = {}, {}, [], []
 
 
 _REDUCERS: weakref.WeakKeyDictionary[World, Reducer] = weakref.WeakKeyDictionary()
