@@ -98,7 +98,13 @@ def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
     given = _sequence(grads) or [None] * len(outputs)
     outputs = [_settled(o) for o in outputs]
     seeds = [seed(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
-    return [local_of(o) for o in outputs], seeds
+    # A rank outside an output's placement may hold a placeholder without a graph (a second derivative): it has nothing to do for it.
+    reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
+    return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
+
+
+def _outside(x: Any) -> bool:
+    return isinstance(x, GlobalTensor) and x._spec.placement.coordinate(world().rank) is None
 
 
 def local_of(x: Any) -> Any:
@@ -111,6 +117,8 @@ def backward(
     """torch.autograd.backward where some outputs are global."""
     locals_, seeds = _starts(_sequence(tensors), grad_tensors)
     into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
+    if not locals_:
+        return
     with sharded.immediate(into is not None):
         torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
 
@@ -120,6 +128,8 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool
     options.pop("only_inputs", None)
     locals_, seeds = _starts(_sequence(outputs), grad_outputs)
     wanted = _sequence(inputs)
+    if not locals_:
+        return tuple(GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None for x in wanted)
     with sharded.immediate(True):
         found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
     with torch.set_grad_enabled(create_graph):
