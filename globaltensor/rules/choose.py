@@ -2,8 +2,8 @@
 
 An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
 combination of signatures, one an axis, is priced: the time to box the operands, plus what is lost by it: giving up a broadcast operand costs the
-gather that would bring it back, and leaving a partial result half its reduction. Ties go to the combination that moves the fewest operands, then to
-the one with the least traffic, then to the one listed first.
+gather that would bring it back, leaving a partial result half its reduction, losing the split of operand 0 the way back to it. Ties go to the
+combination that moves the fewest operands, then to the one with the least traffic, then to the one listed first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..boxing import plan
+from ..sbp import Sbp
 from ..spec import Spec
 from .notation import Factor, Op, Signature
 
@@ -55,7 +56,7 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
             continue
         if alike and found.outs[0].layout != found.ins[0].layout:
             continue
-        price = _price(specs, found)
+        price = _price(op, specs, found)
         if best is None or price < best[0]:
             best = price, found
     return best[1] if best else None
@@ -91,7 +92,7 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return Choice(ins, results, factors, signatures)
 
 
-def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float]:
+def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float]:
     """(seconds, operands moved, seconds of traffic)."""
     traffic, lost, moved = 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
@@ -105,4 +106,12 @@ def _price(specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float]:
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan(out, out.replicated()).seconds / 2
+    # The program goes on with operand 0's split: a result that has lost it will have to be brought back.
+    for axis, entry in enumerate(specs[0].layout):
+        factor = op.dims[0][entry.dim] if entry.is_split else None
+        if factor is not None and choice.signatures[axis].factor != factor:
+            for out, dims in zip(choice.outs, op.out, strict=False):
+                if factor in dims:
+                    back = [Sbp("split", dims.index(factor)) if a == axis else e for a, e in enumerate(out.layout)]
+                    lost += plan(out, out.replace(layout=back)).seconds
     return round(traffic + lost, 12), moved, round(traffic, 12)
