@@ -10,11 +10,11 @@ from . import modules as _modules  # (adds to_global and to_local to torch.nn.Mo
 from . import sbp
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
+from .dispatch import rule
 from .distributed import env
 from .local_map import local_map
 from .placement import Placement, placement
 from .reducer import no_sync
-from .rules import rule
 from .show import show
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local

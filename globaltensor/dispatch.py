@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -17,11 +18,12 @@ from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .placement import Placement
 from .plans import Answer, Boxed, Moved, Plan, Through, Whole, describe_call, inplace_error, name_of, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
+from .rules import rule as declare_rule
 from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, kernel_message
 
-__all__ = ["HANDLERS", "call", "scalar_functions"]
+__all__ = ["HANDLERS", "call", "rule"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -231,8 +233,10 @@ def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))
-    except NotImplementedError:
-        return None, None
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):  # no such kernel; or the result depends on values
+            return None, None
+        raise
     return tensors_in(out, []), out
 
 
@@ -291,6 +295,17 @@ def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return targets
 
 
-def scalar_functions(functions: Sequence[Any]) -> None:
-    """Numbers among the arguments of these functions never matter to their plan."""
-    _SCALARS.update(functions)
+@functools.wraps(declare_rule)
+def rule(*args: Any, **kwargs: Any) -> Any:
+    declared = declare_rule(*args, **kwargs)
+    if len(args) < 2 and "notation" not in kwargs:  # used as a decorator
+        return lambda describe: _forgotten(declared(describe))
+    return _forgotten(declared)
+
+
+def _forgotten(result: Any) -> Any:
+    """Forget the plans made before a rule was declared."""
+    _cache.plans.clear()
+    _SCALARS.clear()
+    _SCALARS.update(f for f, r in RULES.items() if r.scalars)
+    return result
