@@ -16,7 +16,12 @@ from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["Answer", "Boxed", "Moved", "Plan", "Through", "Whole", "describe_call", "inplace_error", "name_of", "promote", "replaced", "tensors_in"]
+__all__ = [
+    "Answer", "Boxed", "Moved", "Plan", "Through", "Whole", "check_view", "describe_call", "inplace_error", "name_of", "promote", "replaced",
+    "tensors_in", "written",
+]  # fmt: skip
+
+_GETITEM = torch.Tensor.__getitem__
 
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.random.
 RANDOM: list[Callable[..., Any]] = []
@@ -41,6 +46,24 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
         f"  target {spec!r}\n"
         f"use the out-of-place form, or bring the target there first: x = x.to_global(sbp=...)"
     )
+
+
+def check_view(name: str, target: GlobalTensor) -> None:
+    """Raises InplaceError where ``target`` is a view that had to move data, and what is written into it cannot be written on into its base."""
+    if target._stale and (target._origin is None or target._origin[0]._version != target._origin[2]):
+        raise InplaceError(
+            f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
+            "Write through the base instead (base[...] = value), or .clone() the view if a copy is meant"
+        )
+
+
+def written(target: GlobalTensor) -> GlobalTensor:
+    """``target`` has been written into. If it is ``base[index]`` and had to move data, the base gets it too: ``x[0] += 1``, ``x[1:].mul_(2)``."""
+    if target._origin is not None:
+        base, index, _ = target._origin
+        base[index] = target
+        target._origin = (base, index, base._version)
+    return target
 
 
 # ---------------------------------------------------------------------------------------------------------------- trees of arguments
@@ -161,11 +184,8 @@ class Boxed(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        if self.inplace and tensors[0]._stale:
-            raise InplaceError(
-                f"{self.name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
-                "Write through the base instead (base[...] = value), or .clone() the view if a copy is meant"
-            )
+        if self.inplace:
+            check_view(self.name, tensors[0])
         locals_ = self.locals(tensors)
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
@@ -173,7 +193,7 @@ class Boxed(Plan):
             result = _elsewhere(self.outs, locals_)
             if self.inplace:
                 tensors[0]._local = result[0]
-                return tensors[0]
+                return written(tensors[0])
         else:
             these = iter(locals_)
             function = self.function or func
@@ -181,20 +201,23 @@ class Boxed(Plan):
             out = function(*new_args, **new_kwargs) if self.coordinates is None else RANDOM[0](function, new_args, new_kwargs, self.coordinates)
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
-                return tensors[0]
+                return written(tensors[0])
             if self.view and self.routes[0] is None and not self.picks:
                 tensors[0]._aliased = True
             if self.single:
-                return self._wrapped(out, self.outs[0], tensors)
+                return self._wrapped(out, self.outs[0], tensors, args[1] if func is _GETITEM else None)
             result = tensors_in(out, [])
-        wrapped = iter([self._wrapped(local, spec, tensors) for local, spec in zip(result, self.outs, strict=True)])
+        index = args[1] if func is _GETITEM else None
+        wrapped = iter([self._wrapped(local, spec, tensors, index) for local, spec in zip(result, self.outs, strict=True)])
         return replaced(self.structure, wrapped)
 
-    def _wrapped(self, local: torch.Tensor, spec: Any, operands: Sequence[Any]) -> GlobalTensor:
+    def _wrapped(self, local: torch.Tensor, spec: Any, operands: Sequence[Any], index: Any = None) -> GlobalTensor:
         out = GlobalTensor.wrap(local, spec)
         if self.view:
             out._stale = self.routes[0] is not None or self.picks or operands[0]._stale
             out._aliased = not out._stale
+            if out._stale and index is not None:
+                out._origin = (operands[0], index, operands[0]._version)
         return out
 
 
@@ -206,7 +229,8 @@ class Moved(Boxed):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         target = tensors[0]
-        if target._pinned or target._aliased or target._stale or (target._local.is_leaf and target._local.requires_grad):
+        check_view(self.name, target)
+        if target._pinned or target._aliased or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
         locals_ = self.locals(tensors)
         if self.outside:
@@ -217,7 +241,7 @@ class Moved(Boxed):
             (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
             target._local = locals_[0]
         target._spec = self.dst[0]
-        return target
+        return written(target)
 
 
 class Whole(Plan):
@@ -231,6 +255,8 @@ class Whole(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
+        if self.inplace:
+            check_view(self.name, tensors[0])
         inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
@@ -248,7 +274,7 @@ class Whole(Plan):
             back = box(value, inner.dst[0], self.src[0], why=self.name)
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
-            return target
+            return written(target)
         whole = [broadcast] * self.placement.axes
         results = [(t, t._shape if inner.outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
         return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, self.placement, whole)) for t, shape in results]))

@@ -16,7 +16,7 @@ from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .placement import Placement
-from .plans import promote
+from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
@@ -272,6 +272,7 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
     """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
+    check_view("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):
@@ -281,7 +282,7 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
         src = src.expand(self.shape)
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
     self._local.copy_(local, non_blocking)
-    return self
+    return written(self)
 
 
 def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -424,6 +425,8 @@ for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
+HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())
 HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point
 HANDLERS[torch.is_complex] = lambda func, args, kwargs: args[0].dtype.is_complex
 HANDLERS[torch.numel] = lambda func, args, kwargs: args[0].numel()
