@@ -35,6 +35,8 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
     [2.0, 2.0]
     """
 
+    name = getattr(function, "__name__", type(function).__name__)  # a module or a partial has none
+
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
@@ -47,7 +49,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
             if isinstance(t, GlobalTensor):
                 layout = wanted.pop(0)
                 dst = t._spec.replace(placement=where, layout=t._spec.layout if layout is None else layout)
-                locals_.append(box(t._local, t._spec, dst, why=f"local_map({function.__name__})"))
+                locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             else:
                 locals_.append(t)
         these = iter(locals_)
