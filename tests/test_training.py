@@ -252,7 +252,8 @@ QUICK = {
     *[("gpt", ranks, mode) for ranks in ("2", "2x2") for mode in spreads(ranks)],
     ("gpt", "4", "fsdp"), ("mlp", "2", "sequence, input"), ("mlp", "4", "fsdp"), ("mlp", "2x2", "hybrid"), ("mlp", "2", "tensor"),
     ("cnn", "2", "data"), ("cnn", "2x2", "data"), ("cnn", "2", "tensor"), ("cnn", "2", "fsdp"),
-    ("encoder pre", "2", "data"), ("encoder post", "2", "tensor"), ("encoder post", "2x2", "fsdp"), ("encoder pre", "2x2", "hybrid"), ("encoder pre", "2", "sequence"),
+    ("encoder pre", "2", "data"), ("encoder post", "2", "tensor"), ("encoder post", "2x2", "fsdp"), ("encoder pre", "2x2", "hybrid"),
+    ("encoder pre", "2", "sequence"),
 }  # fmt: skip
 
 
@@ -291,7 +292,10 @@ def test_optimizers(optimizer: str, mode: str) -> None:
     equal("gpt", "2", mode, optimizer=optimizer)
 
 
-REAL = [("gpt", "2", "fsdp"), ("cnn", "2", "data"), ("gpt", "2", "tensor"), ("gpt", "2x2", "hybrid"), ("encoder pre", "4", "data"), ("gpt", "4", "sequence"), ("mlp", "2x2", "fsdp")]
+REAL = [
+    ("gpt", "2", "fsdp"), ("cnn", "2", "data"), ("gpt", "2", "tensor"), ("gpt", "2x2", "hybrid"), ("encoder pre", "4", "data"), ("gpt", "4", "sequence"),
+    ("mlp", "2x2", "fsdp"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "ranks", "mode"), [pytest.param(*c, marks=() if i < 2 else pytest.mark.slow, id="-".join(c)) for i, c in enumerate(REAL)])
