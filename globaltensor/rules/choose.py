@@ -1,9 +1,9 @@
 """Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every rank takes the same decision.
 
 An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
-combination of signatures, one an axis, is priced: the time to box the operands, plus what is lost by it: giving up a broadcast operand costs the
-gather that would bring it back, leaving a partial result half its reduction, losing the split of operand 0 the way back to it. Ties go to the
-combination that moves the fewest operands, then to the one with the least traffic, then to the one listed first.
+combination of signatures, one an axis, is priced: the time to box the operands, plus what is lost by it: giving up broadcast operands costs the
+gather that would bring one back, leaving a partial result half its reduction, losing the split of operand 0 the way back to it. Ties go to the
+combination whose result lies as some operand did, then to the one with the least traffic, with the fewest operands moved, listed first.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return Choice(ins, results, factors, signatures)
 
 
-def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float]:
-    """(seconds, operands moved, seconds of traffic)."""
+def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float, int]:
+    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands moved)."""
     traffic, lost, moved = 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
@@ -101,8 +101,8 @@ def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, f
             moved += 1
             if route.bytes:
                 traffic += route.seconds
-            else:  # a free move gives something up: what it takes to win it back is part of the price
-                lost += plan(dst, src).seconds
+            else:  # a free move gives something up: what it takes to win it back, once and not for each operand, is part of the price
+                lost = max(lost, plan(dst, src).seconds)
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan(out, out.replicated()).seconds / 2
@@ -114,4 +114,17 @@ def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, f
                 if factor in dims:
                     back = [Sbp("split", dims.index(factor)) if a == axis else e for a, e in enumerate(out.layout)]
                     lost += plan(out, out.replace(layout=back)).seconds
-    return round(traffic + lost, 12), moved, round(traffic, 12)
+    new = sum(_is_new(op, axis, s) for axis, s in enumerate(choice.signatures))
+    return round(traffic + lost, 12), new, round(traffic, 12), moved
+
+
+def _is_new(op: Op, axis: int, signature: Signature) -> bool:
+    """Whether no operand lies on this axis as the result will."""
+    for arg, dims in zip(op.args, op.dims, strict=True):
+        entry = arg.spec.layout[axis]
+        if signature.factor is None:
+            if any(out is entry for out in signature.outs):
+                return False
+        elif entry.is_split and dims[entry.dim] == signature.factor:
+            return False
+    return True
