@@ -45,7 +45,7 @@ types: $(STAMP)  ## mypy --strict on the pure rooms
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)  ## every benchmark, each beside its anchors
-	@set -e; for bench in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$bench"; $(BIN)/python $$bench $(ARGS); done
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist runs

@@ -5,6 +5,7 @@ from typing import Any
 import torch as _torch_package
 
 from . import foreach as _foreach  # (handlers)
+from . import optimizers as _optimizers
 from . import random as _random  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import sbp
@@ -21,6 +22,8 @@ from .tensor import GlobalTensor, to_global, to_local
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
 from .creation import *  # noqa: F403
+
+_optimizers.install()
 
 __version__ = "0.1.0"
 

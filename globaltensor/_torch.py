@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -46,3 +47,10 @@ foreach_norm = torch._foreach_norm
 def list_functions() -> list[Any]:
     """The kernels over lists of tensors that torch.optim calls: they have no public names."""
     return [getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms"))]
+
+
+def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else looks at an optimizer's parameters when it steps: through hooks of its own, or of all optimizers besides ours."""
+    hooks = sys.modules["torch.optim.optimizer"]
+    others = len(hooks._global_optimizer_pre_hooks) > 1 or len(hooks._global_optimizer_post_hooks) > 1
+    return others or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch",),
     ("autograd", "convert", "random"),
-    ("tensor", "local_map", "foreach", "creation", "modules", "show"),
+    ("optimizers", "tensor", "local_map", "foreach", "creation", "modules", "show"),
     ("checkpoint", "optim"),
     ("nn", "graph", "auto", "v0"),
     ("__init__",),

@@ -49,7 +49,7 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(key=lambda s: sum(not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)))
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
-    best: tuple[tuple[float, float, int], Choice] | None = None
+    best: tuple[tuple[float, int, float, int], Choice] | None = None
     for signatures in itertools.product(*menu):
         found = _choice(signatures, specs, outs)
         if keep is not None and (found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout):

@@ -1,0 +1,130 @@
+"""torch.optim on global parameters: the numbers of plain ones, the state global between steps, whole through saving, loading and a step that fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+SHAPES = {"w": (5, 4), "b": (3,), "s": ()}
+MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "sgd without momentum": lambda p: optim.SGD(p, lr=0.1),
+    "sgd fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: optim.Adam(p, lr=0.1, amsgrad=True, foreach=False),
+    "adamw foreach": lambda p: optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: optim.ASGD(p, lr=0.1, t0=2),
+    "nadam": lambda p: optim.NAdam(p, lr=0.1),
+    "radam": lambda p: optim.RAdam(p, lr=0.1),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "rprop": lambda p: optim.Rprop(p, lr=0.1),
+}
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in SHAPES.items()}
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0) if x.dim() else B).detach()
+
+
+def whole(x: Any) -> torch.Tensor:
+    return x.detach().to_global(sbp=B).to_local() if x.is_global else x
+
+
+def step(optimizer: optim.Optimizer, parameters: dict[str, torch.Tensor], seed: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for name, grad in values(seed).items():
+        parameters[name].grad = None if seed == 2 and name == "b" else make(grad)
+    optimizer.step()
+
+
+def on_rank(maker: str) -> None:
+    plain = {n: v.requires_grad_() for n, v in values(0).items()}
+    ours = {n: spread(v.detach()).requires_grad_() for n, v in plain.items()}
+    reference, optimizer = MAKERS[maker](plain.values()), MAKERS[maker](ours.values())
+    for seed in (1, 2, 3):
+        step(reference, plain, seed, torch.Tensor.clone)
+        step(optimizer, ours, seed, spread)
+    saved = copy.deepcopy((reference.state_dict(), optimizer.state_dict()))
+    reference, optimizer = MAKERS[maker](plain.values()), MAKERS[maker](ours.values())
+    reference.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for seed in (4, 5):
+        step(reference, plain, seed, torch.Tensor.clone)
+        step(optimizer, ours, seed, spread)
+    for name, p in ours.items():
+        torch.testing.assert_close(whole(p), plain[name].detach(), rtol=1e-12, atol=1e-12)
+        for key, value in reference.state[plain[name]].items():
+            if isinstance(value, torch.Tensor):
+                mine = optimizer.state[p][key]
+                assert mine.is_global == (value.shape == p.shape and (p.dim() > 0 or mine.is_global)), (name, key)
+                torch.testing.assert_close(whole(mine), value, rtol=1e-12, atol=1e-12)
+    assert all(p.is_global for group in optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_equals_plain(maker: str) -> None:
+    simulate(2, on_rank, maker)
+
+
+def test_a_step_that_fails_leaves_the_optimizer_global() -> None:
+    p = torch.ones(4).to_global(flow.placement.all("cpu"), S(0)).requires_grad_()
+    optimizer = optim.SGD([p], lr=0.1)
+    optimizer.param_groups[0]["lr"] = "much"
+    p.grad = torch.ones(4).to_global(flow.placement.all("cpu"), S(0))
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.state_dict()
+    assert optimizer.param_groups[0]["params"][0] is p
+
+
+def test_mixed_and_closures() -> None:
+    p = torch.ones(4).to_global(flow.placement.all("cpu"), S(0)).requires_grad_()
+    optimizer = optim.SGD([p], lr=0.5)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert p.sum().item() == 0.0
+
+
+def _loaded() -> None:
+    p = flow.placement("cpu", [0, 1])
+    w = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
+    plain = w.clone().requires_grad_()
+    ours = w.to_global(p, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)).detach().requires_grad_()  # type: ignore[attr-defined]
+    one, two = torch.optim.Adam([plain], lr=0.1), torch.optim.Adam([ours], lr=0.1)
+    plain.grad, ours.grad = w.sin(), w.sin().to_global(p, flow.sbp.broadcast)  # type: ignore[attr-defined]
+    one.step()
+    two.load_state_dict(one.state_dict())  # whole plain values: each rank keeps its part
+    with torch.no_grad():
+        ours.copy_(plain)
+    one.step(), two.step()
+    assert two.state[ours]["exp_avg"].sbp == (flow.sbp.split(0),)
+    assert torch.allclose(torch.from_numpy(ours.detach().numpy()), plain.detach(), rtol=1e-12, atol=0)
+    seen: list[bool] = []
+    two.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups[0]["params"][0].is_global))
+    two.step()
+    assert seen == [True], "a user's hook sees the global parameters"
+
+
+def test_loaded_state_and_hooks_of_others() -> None:
+    simulate(2, _loaded)
