@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..boxing import log, plan
+from ..distributed.world import world
+from ..sbp import broadcast, partial_sum
+from ..wrapper import GlobalTensor
 from .notation import Arg, Op
 from .registry import rule
 
-__all__ = ["carry", "extremum", "extremum_with_gradient", "settled"]
+__all__ = ["carry", "extremum", "extremum_with_gradient", "settled", "settling"]
 
 
 def settled(x: Tensor) -> Tensor:
@@ -26,6 +31,28 @@ def _settled(op: Op, x: Arg) -> None:
     op.set(x, tuple(range(x.ndim)))
     op.out = [tuple(range(x.ndim))]
     op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
+
+
+def settling(x: Tensor) -> Callable[[], Tensor]:
+    """``settled`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
+    here = world()
+    if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
+        return lambda: settled(x)
+    spec = x._spec
+    axes = [a for a, e in enumerate(spec.layout) if e is partial_sum]
+    whole = spec.replace(layout=[broadcast if a in axes else e for a, e in enumerate(spec.layout)])
+    route = plan(spec, whole)
+    if not route.bytes:
+        return lambda: settled(x)
+    log.watch(route, "settling")
+    local = x._local.detach().clone(memory_format=torch.contiguous_format)
+    handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(local.view(-1), "sum")
+
+    def wait() -> Tensor:
+        handle.wait()
+        return GlobalTensor.wrap(local, whole)
+
+    return wait
 
 
 def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:

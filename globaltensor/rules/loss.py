@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .extremum import extremum, settled
+from .extremum import extremum, settled, settling
 from .notation import Arg, Dims, Op, Split, align
 from .parts import register, split_in, unless_empty
 from .registry import rule
@@ -198,33 +198,48 @@ def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return keep, torch.where(keep, pick(weight.detach(), torch.where(keep, target, 0), 0), 0.0)
 
 
-def sums_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any, ignore_index: int, **smoothing: float) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, sum of the weights of the targets that count) of what is here."""
+def sum_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any, ignore_index: int, **smoothing: float) -> Tensor:
+    """Sum of the losses of the targets that count."""
     if has_torch_function((x, target)):
-        return handle_torch_function(sums_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)
+        return handle_torch_function(sum_of_kept, (x, target), x, target, weight, function, ignore_index, **smoothing)
     wide = x.float() if x.dtype == torch.float16 else x  # a sum may be too large for the type
-    total = function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
+    return function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
+
+
+def weight_of_kept(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Sum of the weights of the targets that count."""
+    given = (target,) if weight is None else (target, weight)
+    if has_torch_function(given):
+        return handle_torch_function(weight_of_kept, given, target, weight, ignore_index)
     keep = target != ignore_index
-    weights = keep if weight is None else weight.detach()[torch.where(keep, target, 0)] * keep
-    return total, weights.sum()
+    return (keep if weight is None else weight.detach()[torch.where(keep, target, 0)] * keep).sum()
 
 
-@rule(sums_of_kept)
-def _sums_of_kept(op: Op, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
+@rule(weight_of_kept)
+def _weight_of_kept(op: Op, target: Arg, weight: Arg | None, *args: Any) -> None:
+    names = tuple(range(target.ndim))
+    op.set(target, names)
+    op.out, op.reduce = [()], dict.fromkeys(names, "sum")  # a weight for each class stays whole
+
+
+@rule(sum_of_kept)
+def _sum_of_kept(op: Op, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
     at = _class_dim(x)
     names = tuple(range(x.ndim))
     each = tuple(n for n in names if n != at)
     op.set(x, names)
     op.set(target, each)
-    op.out, op.whole, op.reduce = [(), ()], {at}, dict.fromkeys(each, "sum")
+    op.out, op.whole, op.reduce = [()], {at}, dict.fromkeys(each, "sum")
 
 
 def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
     """The sum of the losses over the weight of the targets that count, wherever they are."""
     x, target, weight = call.pop("input"), call.pop("target"), call.pop("weight")
     del call["reduction"]
-    total, count = sums_of_kept(x, target, weight, function, call.pop("ignore_index"), **call)
-    return (total / settled(count)).to(x.dtype) if x.dtype == torch.float16 else total / settled(count)
+    ignore_index = call.pop("ignore_index")
+    count = settling(weight_of_kept(target, weight, ignore_index))  # on its way while the losses are computed
+    total = sum_of_kept(x, target, weight, function, ignore_index, **call)
+    return (total / count()).to(x.dtype) if x.dtype == torch.float16 else total / count()
 
 
 def _class_dim(x: Any) -> int:
