@@ -233,12 +233,16 @@ def _next(draw: Draw, values: list[torch.Tensor]) -> tuple[str, torch.Tensor] | 
         template = draw(st.sampled_from([UNARY, ALONG, ALONG, INDEX, BINARY, PRODUCT]).flatmap(st.sampled_from))
         dim = draw(st.integers(-values[x].ndim, values[x].ndim - 1)) if values[x].ndim else 0
         text = template.format(x=f"t[{x}]", y=f"t[{y}]", d=dim)
+        before = torch.is_warn_always_enabled()
+        torch.set_warn_always(True)  # what torch warns of once must not be drawn the second time either
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 value = op(text)[1](values)
         except (RuntimeError, IndexError, ValueError, TypeError, UserWarning):
             continue
+        finally:
+            torch.set_warn_always(before)
         if value.numel() <= 600 and bool(value.isfinite().all()) and (not value.numel() or float(value.abs().max()) < 1e4):
             return text, value
     return None
