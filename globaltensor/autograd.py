@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import sharded
+from . import reducer, sharded
 from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import world
@@ -120,7 +120,12 @@ def backward(
     if not locals_:
         return
     with sharded.immediate(into is not None):
-        torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
+        try:
+            torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
+        except BaseException:
+            reducer.reducer().abort()
+            sharded.abort()
+            raise
 
 
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from .boxing import box
+from .buckets import Buckets
 from .distributed.world import World, world
 from .wrapper import GlobalTensor
 
@@ -27,7 +28,8 @@ FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 class LeafGradient:
     """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, in the leaf's own layout."""
 
-    def __init__(self, leaf: GlobalTensor) -> None:
+    def __init__(self, leaf: GlobalTensor, number: int) -> None:
+        self.number = number
         self.local = leaf._local
         self.spec = leaf._spec
         self.dual = leaf._spec.dual()
@@ -38,6 +40,7 @@ class LeafGradient:
         summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
         self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
         self.ranks = placement.fiber(world().rank, summed) if self.bucketed else ()
+        self.way = (placement, tuple(summed))
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, local: torch.Tensor) -> None:
@@ -72,12 +75,18 @@ class Reducer:
 
     def __init__(self) -> None:
         self.deferred = 0
-        self.buckets: dict[tuple[Any, ...], list[tuple[LeafGradient, torch.Tensor]]] = {}
-        self.sizes: dict[tuple[Any, ...], int] = {}  # bytes in each bucket
+        self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
+        self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
+        self.numbers = 0
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
         self.finished: list[LeafGradient] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
+
+    def number(self) -> int:
+        """The number of a new leaf: the same on every rank, since all make the same leaves in the same order."""
+        self.numbers += 1
+        return self.numbers
 
     def at_end(self, before: Callable[[], None] | None = None) -> None:
         """Finish when the backward pass under way ends; ``before`` runs first, once."""
@@ -93,31 +102,29 @@ class Reducer:
         if grad is None:
             return
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
-            leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
-            self.finished.append(leaf)
+            self.alone.append((leaf, grad))
             return
-        key = (leaf.ranks, grad.dtype, grad.device)
-        self.buckets.setdefault(key, []).append((leaf, grad))
-        size = self.sizes[key] = self.sizes.get(key, 0) + grad.nbytes
-        if size >= (BUCKET_BYTES if self.sent else FIRST_BYTES):
-            self.send(key)
+        for bucket in self.buckets.add(leaf.number, (leaf, grad), grad.nbytes, (leaf.way, grad.dtype, grad.device)):
+            self.send(bucket)
 
-    def send(self, key: tuple[Any, ...]) -> None:
-        bucket = self.buckets.pop(key)
-        del self.sizes[key]
+    def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         flat = torch.cat([g.reshape(-1) for _, g in bucket]) if len(bucket) > 1 else bucket[0][1].reshape(-1)
-        if flat.numel():
-            self.sent.append((bucket, flat, world().comm(key[0]).all_reduce_async(flat, "sum")))
-        else:
-            self.sent.append((bucket, flat, None))
+        handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
+        self.sent.append((bucket, flat, handle))
+
+    def abort(self) -> None:
+        """A backward pass has failed: what it had collected is dropped, so that the next one starts afresh."""
+        self.queued = False
+        self.buckets.drop()
+        self.before, self.sent, self.finished, self.alone = [], [], [], []
 
     def finish(self) -> None:
         """The end of a backward pass."""
         try:
             for before in self.before:
                 before()
-            for key in list(self.buckets):
-                self.send(key)
+            for rest in self.buckets.finish():
+                self.send(rest)
             for bucket, flat, handle in self.sent:
                 if handle is not None:
                     handle.wait()
@@ -126,15 +133,17 @@ class Reducer:
                     leaf.put(flat[start : start + grad.numel()].view(grad.shape))
                     start += grad.numel()
                     self.finished.append(leaf)
+            for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
+                with torch.set_grad_enabled(grad.requires_grad):
+                    leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
+                self.finished.append(leaf)
             for leaf in self.finished:
                 owner = leaf.owner()
                 if owner is not None:
                     for hook in list(leaf.hooks.values()):
                         hook(owner)
         finally:
-            self.queued = False
-            self.before = []
-            self.buckets, self.sizes, self.sent, self.finished = {}, {}, [], []
+            self.abort()
 
 
 _REDUCERS: weakref.WeakKeyDictionary[World, Reducer] = weakref.WeakKeyDictionary()
@@ -166,8 +175,8 @@ def no_sync() -> Iterator[None]:
 def attach(leaf: GlobalTensor) -> None:
     """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
     leaf._leaf = None
-    spec = leaf._spec
+    spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too: all must agree
     if spec.placement.coordinate(world().rank) is None or not leaf._local.is_leaf:
         return
     if any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout)):
-        leaf._leaf = LeafGradient(leaf)
+        leaf._leaf = LeafGradient(leaf, number)

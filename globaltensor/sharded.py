@@ -10,28 +10,23 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .boxing import box, log, plan
+from .buckets import Buckets
 from .distributed.world import World, world
 from .reducer import reducer
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["finish", "forget", "gather_axes", "gathered", "immediate", "scatter"]
+__all__ = ["abort", "finish", "forget", "gather_axes", "gathered", "immediate", "scatter"]
 
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
 
 
-@dataclass
-class Scattered:
-    """Gradients of gathered parameters that wait for their reduce-scatter: leaf -> the sum so far."""
-
-    grads: dict[int, tuple[GlobalTensor, Spec, torch.Tensor]] = field(default_factory=dict)
-    nbytes: int = 0
+Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
 
 
 class Sharding:
@@ -41,9 +36,18 @@ class Sharding:
         self.next: dict[tuple[int, int], tuple[weakref.ref[GlobalTensor], Spec]] = {}
         self.recent: tuple[int, int] = (0, 0)
         self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self.scatters: dict[tuple[Any, ...], Scattered] = {}
+        self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
+        self.last = 0
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
+
+    def number(self, leaf: GlobalTensor) -> int:
+        """A number for each parameter that is gathered, by its first use: the same on every rank."""
+        found: int | None = leaf.__dict__.get("_gathered_number")
+        if found is None:
+            self.last += 1
+            found = leaf.__dict__["_gathered_number"] = self.last
+        return found
 
 
 _STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
@@ -75,6 +79,14 @@ def immediate(on: bool) -> Iterator[None]:
         state.immediate -= on
 
 
+def abort() -> None:
+    """A backward pass has failed: what it had collected is dropped."""
+    state = _state()
+    state.scatters.drop()
+    state.arrived.clear()
+    forget()
+
+
 def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
     """The axes along which src -> dst only gathers; () where it does anything else."""
     if src.placement is not dst.placement or not src.numel:
@@ -100,6 +112,7 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
     if world().rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
     before = state.recent
+    state.number(leaf)
     state.next[before] = (weakref.ref(leaf), dst)
     state.recent = (before[1], id(leaf))
     log.watch(plan(src, dst), why)
@@ -186,21 +199,16 @@ def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor) -> None:
     state = _state()
     reducer().at_end(finish)
     src = leaf._spec
-    key = (src.placement, gather_axes(src, dst), grad.dtype, dst.layout if src.placement.axes > 1 else ())
-    bucket = state.scatters.setdefault(key, Scattered())
-    kept = bucket.grads.get(id(leaf))
-    if kept is None:
-        bucket.nbytes += grad.nbytes
-    bucket.grads[id(leaf)] = (leaf, dst, grad if kept is None else kept[2] + grad)
-    if bucket.nbytes >= BUCKET_BYTES:
-        _send(state, key)
+    key = (src.placement, gather_axes(src, dst), grad.dtype, dst.layout)
+    for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.nbytes, key):
+        _send(state, bucket)
 
 
 def finish() -> None:
     """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to sum."""
     state = _state()
-    for key in list(state.scatters):
-        _send(state, key)
+    for bucket in state.scatters.finish():
+        _send(state, bucket)
     arrived, state.arrived = state.arrived, []
     here = reducer()
     for leaf in arrived:
@@ -209,9 +217,7 @@ def finish() -> None:
     forget()
 
 
-def _send(state: Sharding, key: tuple[Any, ...]) -> None:
-    bucket = state.scatters.pop(key)
-    items = list(bucket.grads.values())
+def _send(state: Sharding, items: list[Waiting]) -> None:
     leaf, dst, _ = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))

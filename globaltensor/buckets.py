@@ -1,0 +1,63 @@
+"""Buckets that all ranks form alike. Pure.
+
+The order in which a backward pass delivers gradients depends on the local graph, and a rank with an empty part may have another one. So what goes
+into a bucket, and the order within it, follow from numbers that all ranks know: each leaf has one. What arrived in the last pass makes the buckets
+of the next; a bucket goes out when all of it is there and those before it are out; the rest goes out when the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+__all__ = ["Buckets"]
+
+T = TypeVar("T")
+
+
+class Buckets(Generic[T]):
+    """Items by their leaf's number. ``merge`` joins two arrivals for one leaf; ``first`` and ``limit`` are bytes of the first and of later buckets."""
+
+    def __init__(self, first: int, limit: int, merge: Callable[[T, T], T]) -> None:
+        self.first, self.limit, self.merge = first, limit, merge
+        self.plan: list[dict[int, int]] = []  # of the last pass: number -> how often it arrived
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what has arrived in this pass."""
+        self.items: dict[int, T] = {}
+        self.seen: dict[int, tuple[int, int, Hashable]] = {}  # number -> (arrivals, bytes, what may go together)
+        self.sent = 0
+
+    def add(self, number: int, item: T, nbytes: int, key: Hashable) -> list[list[T]]:
+        """One arrival -> the buckets that are now ready to go, in order."""
+        self.items[number] = self.merge(self.items[number], item) if number in self.items else item
+        self.seen[number] = (self.seen[number][0] + 1 if number in self.seen else 1, nbytes, key)
+        ready = []
+        while self.sent < len(self.plan) and all(n in self.items and self.seen[n][0] == times for n, times in self.plan[self.sent].items()):
+            ready.append([self.items.pop(n) for n in self.plan[self.sent]])
+            self.sent += 1
+        return ready
+
+    def finish(self) -> list[list[T]]:
+        """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets from this one's arrivals."""
+        rest = [[self.items[n] for n in bucket] for bucket in self._buckets(sorted(self.items, reverse=True))]
+        self.plan = self._buckets(sorted(self.seen, reverse=True))
+        self.drop()
+        return rest
+
+    def _buckets(self, numbers: list[int]) -> list[dict[int, int]]:
+        """Last made, first served: backward meets the last layers first."""
+        done: list[dict[int, int]] = []
+        begun: set[Hashable] = set()  # each way has its small first bucket, so that ranks that share only some ways agree
+        open_: dict[Hashable, tuple[dict[int, int], int]] = {}
+        for n in numbers:
+            times, nbytes, key = self.seen[n]
+            bucket, size = open_.pop(key, ({}, 0))
+            bucket[n] = times
+            if size + nbytes >= (self.limit if key in begun else self.first):
+                done.append(bucket)
+                begun.add(key)
+            else:
+                open_[key] = (bucket, size + nbytes)
+        return done + [bucket for bucket, _ in open_.values()]

@@ -1,0 +1,55 @@
+"""Buckets: all ranks form the same ones, in whatever order their backward passes deliver."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import torch
+import torch.nn.functional as F
+
+import globaltensor as flow
+from globaltensor.buckets import Buckets
+from globaltensor.distributed.simulate import simulate
+
+
+def passed(arrivals: list[int], buckets: Buckets[int]) -> list[list[int]]:
+    """The buckets of one pass, in the order they went out."""
+    out = [bucket for n in arrivals for bucket in buckets.add(n, n, 4 * n, n % 2)]
+    return out + buckets.finish()
+
+
+def test_the_same_whatever_the_order() -> None:
+    draw = random.Random(1)
+    every = [1, 2, 3, 4, 5, 6, 7, 7]
+    ranks: list[Buckets[int]] = [Buckets(8, 24, lambda a, b: a) for _ in range(3)]
+    for _ in range(20):
+        orders = [draw.sample(every, len(every)) for _ in ranks]
+        results = [passed(order, b) for order, b in zip(orders, ranks, strict=True)]
+        assert results[0] == results[1] == results[2]
+        assert sorted(itertools.chain(*results[0])) == sorted(set(every))
+
+
+def test_a_leaf_that_stays_away_and_a_new_one() -> None:
+    b: Buckets[int] = Buckets(8, 24, lambda a, b: a)
+    passed([1, 2, 3, 4], b)
+    assert sorted(itertools.chain(*passed([4, 2, 9], b))) == [2, 4, 9]
+    assert sorted(itertools.chain(*passed([9, 4, 2], b))) == [2, 4, 9]
+
+
+def _empty_part() -> None:
+    """One sample on two ranks: the rank without any has another local graph."""
+    p = flow.placement("cpu", [0, 1])
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((1, 6, 4), (6,), (6,)))
+    ours = [w.to_global(p, flow.sbp.broadcast).requires_grad_(), b.to_global(p, flow.sbp.broadcast).requires_grad_()]  # type: ignore[attr-defined]
+    plain = [w.clone().requires_grad_(), b.clone().requires_grad_()]
+    for _ in range(3):
+        F.group_norm(x.to_global(p, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), 2, *ours).sin().sum().backward()  # type: ignore[attr-defined]
+        F.group_norm(x, 2, *plain).sin().sum().backward()
+        for mine, other in zip(ours, plain, strict=True):
+            assert torch.allclose(torch.from_numpy(mine.grad.numpy()), other.grad, rtol=1e-9)
+
+
+def test_a_rank_with_an_empty_part() -> None:
+    simulate(2, _empty_part)
