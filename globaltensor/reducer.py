@@ -77,6 +77,7 @@ class Reducer:
         self.deferred = 0
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
+        self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
         self.numbers = 0
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
         self.finished: list[LeafGradient] = []
@@ -108,7 +109,13 @@ class Reducer:
             self.send(bucket)
 
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        flat = torch.cat([g.reshape(-1) for _, g in bucket]) if len(bucket) > 1 else bucket[0][1].reshape(-1)
+        parts = [g.reshape(-1) for _, g in bucket]
+        # Memory that is touched for the first time costs more than the copy: the flat buffers are kept from pass to pass, as torch's reducer keeps its own.
+        key, size = (bucket[0][0].way, parts[0].dtype, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
+        flat = self.flats.get(key)
+        if flat is None or flat.numel() != size:
+            flat = self.flats[key] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+        torch.cat(parts, out=flat)
         handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
         self.sent.append((bucket, flat, handle))
 
@@ -130,7 +137,7 @@ class Reducer:
                     handle.wait()
                 start = 0
                 for leaf, grad in bucket:
-                    leaf.put(flat[start : start + grad.numel()].view(grad.shape))
+                    leaf.put(grad.copy_(flat[start : start + grad.numel()].view(grad.shape)))
                     start += grad.numel()
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
