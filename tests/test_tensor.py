@@ -511,8 +511,8 @@ def test_module_to_global() -> None:
     def make() -> nn.Module:
         return nn.Sequential(OrderedDict(q=nn.Linear(4, 6), k=nn.Linear(6, 6, bias=False), n=nn.BatchNorm1d(6)))
 
-    torch.manual_seed(0)
-    start = {k: v.clone() for k, v in make().state_dict().items()}
+    # Not drawn: simulated ranks share torch's generator.
+    start = {k: (torch.arange(float(v.numel())).view(v.shape) / 10).to(v.dtype) for k, v in make().state_dict().items()}
 
     def fresh(*args: Any) -> nn.Module:
         model = make()
