@@ -1,0 +1,37 @@
+"""How ranks end: a process group that outlives its world would keep threads that want Python's lock when the interpreter is already gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import atexit, sys, weakref
+groups = []
+def look():  # registered before the world registers its own end, so called after it
+    alive = [group() for group in groups if group() is not None]
+    print("still there:", len(alive), "of", len(groups), file=sys.stderr, flush=True)
+atexit.register(look)
+
+import torch
+import globaltensor as flow
+from globaltensor.distributed.world import world
+
+everyone = flow.placement.all("cpu")
+model = torch.nn.Linear(4, 4).to_global(everyone, flow.sbp.broadcast)
+optimizer = torch.optim.AdamW(model.parameters())
+model(flow.randn(6, 4, placement=everyone, sbp=flow.sbp.split(0))).square().mean().backward()
+optimizer.step()
+flow.randn(6, 4, placement=everyone, sbp=flow.sbp.split(0)).to_global(sbp=flow.sbp.split(1))
+assert "torch._dynamo" in sys.modules, "torch's compiler, which made the group last, is not loaded: this test shows nothing"
+groups += [weakref.ref(torch.distributed.group.WORLD), *(weakref.ref(group) for group in world()._groups.values())]
+"""
+
+
+def test_no_process_group_outlives_the_world(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("still there: 0 of") == 2, done.stderr
