@@ -40,6 +40,11 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
     return group  # type: ignore[no-any-return]
 
 
+def memory_is_shared(t: torch.Tensor) -> bool:
+    """Whether another tensor lives in the memory of ``t``: torch counts them, but has no public way to ask. The two that always count: ``t`` and the question."""
+    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) > 2  # type: ignore[attr-defined]
+
+
 #: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
 foreach_norm = torch._foreach_norm
 
@@ -54,3 +59,27 @@ def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
     hooks = sys.modules["torch.optim.optimizer"]
     others = len(hooks._global_optimizer_pre_hooks) > 1 or len(hooks._global_optimizer_post_hooks) > 1
     return others or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+class _Unbuilt(str):
+    """The name that torch keeps for an MPI which its wheels don't have; equal to what `Backend()` takes for "no such name of my own", and to nothing else."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other is torch.distributed.Backend.UNDEFINED
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def register_mpi(create: Any) -> None:
+    """Let ``create`` make the process groups of the backend "mpi".
+
+    torch compares every backend with `Backend.MPI` and takes its own way for it: no store, no timeout, no groups made by their members alone, and an error
+    where torch was built without MPI. Registered backends have all of these. So that name is taken out of the comparison; where torch has its own
+    MPI, ours stands in for it.
+    """
+    torch.distributed.Backend.register_backend("mpi", create, extended_api=True, devices=["cpu", "cuda"])
+    torch.distributed.Backend.MPI = _Unbuilt("mpi")

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WorldError
+from .backends import choose, prepare
 from .comm import Comm, Traffic
 from .detect import Detected, detect
 
-__all__ = ["World", "reset_world", "set_world", "world"]
+__all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -74,7 +75,7 @@ class ProcessWorld(World):
 
     def __init__(self, rank: int, size: int, local_rank: int, nodes: int, owned: bool) -> None:
         super().__init__(rank, size, local_rank, nodes)
-        self._owned = owned
+        self.owned = owned  # closing it ends torch's process group
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}  # of the device types that have one of their own, gloo aside
@@ -97,7 +98,7 @@ class ProcessWorld(World):
             if self.carrier is None:
                 raise WorldError(f"rank {self.rank} of {self.size} has no process group (any more): it was destroyed, or the world was closed")
             name = "globaltensor_" + "_".join(map(str, ranks))
-            found = self.carrier if len(ranks) == self.size else _torch.new_group(ranks, self.rank, name, self.backend, _timeout())
+            found = self.carrier if len(ranks) == self.size else _torch.new_group(ranks, self.rank, name, self.backend, timeout())
             self._groups[ranks] = found
         return found
 
@@ -109,8 +110,8 @@ class ProcessWorld(World):
             self.background = None
         # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
         self.carrier = None
-        if self._owned and dist.is_initialized():
-            self._owned = False
+        if self.owned and dist.is_initialized():
+            self.owned = False
             dist.destroy_process_group()
 
 
@@ -144,6 +145,11 @@ def world() -> World:
     return found
 
 
+def running() -> World | None:
+    """The current world if it has started; None otherwise, without starting it."""
+    return _current.world
+
+
 def set_world(value: World | None) -> None:
     """Make ``value`` the world of this thread alone; None: the process's world again."""
     if value is not None:
@@ -159,7 +165,8 @@ def reset_world() -> None:
         found.close()
 
 
-def _timeout() -> timedelta:
+def timeout() -> timedelta:
+    """How long a rank waits for the others."""
     return timedelta(seconds=float(os.environ.get("GLOBALTENSOR_TIMEOUT", _TIMEOUT_SECONDS)))
 
 
@@ -183,13 +190,13 @@ def _join(place: Detected) -> None:
     # Functions of this module have the default group of the moment as a default argument. Torch loads it as late as with its compiler: it would then
     # keep our group, and with it gloo's threads, for as long as the interpreter lives; one that lets go of a tensor at its very end aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    accelerated = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = choose(place=place)
+    prepare(backend)
     try:
         # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
         known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         where = "env://" if known else f"tcp://{place.addr}:{place.port}"
-        backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
-        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=_timeout())
+        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout())
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
