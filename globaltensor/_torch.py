@@ -45,6 +45,12 @@ def memory_is_shared(t: torch.Tensor) -> bool:
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) > 2  # type: ignore[attr-defined]
 
 
+def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:
+    """Change how long the collectives of a group wait: torch has no public way to do so once the group is made."""
+    c10d: Any = torch.distributed.distributed_c10d
+    c10d._set_pg_timeout(timeout, group)
+
+
 #: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
 foreach_norm = torch._foreach_norm
 

@@ -1,0 +1,160 @@
+"""Process groups with torch's own signatures, beside a world that starts by itself: whichever of the two comes first, the other gets on with it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import WorldError
+from .backends import choose, names, prepare
+from .detect import Detected, detect
+from .world import ProcessWorld, reset_world, running, world
+from .world import timeout as default_timeout
+
+__all__ = [
+    "destroy_process_group", "get_backend", "get_local_rank", "get_rank", "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group",
+    "start",
+]  # fmt: skip
+
+
+def start() -> ProcessWorld:
+    """The world with a process group, begun where nobody has: a script needs no ``init_process_group``. Raises WorldError in simulated ranks."""
+    here = world()
+    if not isinstance(here, ProcessWorld):
+        raise WorldError("simulated ranks have no process group: call flow.distributed from processes (the launcher, flow.run), or use global tensors here")
+    if not dist.is_initialized() or (here.size == 1 < dist.get_world_size()):
+        reset_world()  # the group was made or destroyed behind its back
+        here = world()
+        assert isinstance(here, ProcessWorld)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            here.owned = True
+    return here
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"`` (as None) or ``"mpi"``; who this process is may come from any
+    launcher that ``flow.env`` knows, and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says (seconds).
+
+    Where the world has started by itself, the call must agree with it. Raises WorldError where it does not, or where the others cannot be joined.
+    """
+    here = running()
+    if isinstance(here, ProcessWorld) and here.owned and dist.is_initialized():
+        if here.size > 1 or max(world_size, rank + 1) <= 1:
+            return _agree(here, backend, world_size, rank, timeout)
+    if not dist.is_initialized() or (here is not None and here.size == 1):
+        reset_world()
+    place = detect(os.environ)
+    chosen = choose(backend, place)
+    prepare(chosen)
+    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place)
+    options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id}
+    try:
+        dist.init_process_group(chosen, **where, **options)
+    except RuntimeError as error:
+        told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
+        raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; are all ranks started, and can they reach each other?") from error
+    started = world()
+    if isinstance(started, ProcessWorld):
+        started.owned = True  # so that nothing of it is left when the interpreter ends
+    return None
+
+
+def _meeting(init_method: str | None, store: dist.Store | None, rank: int, size: int, place: Detected | None) -> dict[str, Any]:
+    """How torch shall find the others, from what the caller and the environment say."""
+    if store is not None:
+        return {"store": store}
+    who = {} if place is None or rank >= 0 or size >= 0 else {"rank": place.rank, "world_size": place.world_size}
+    if init_method not in (None, "env://"):
+        return {"init_method": init_method} | ({} if "rank=" in str(init_method) else who)
+    if place is None and rank < 0 and size < 0:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    known = place is None or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return {"init_method": "env://" if known else f"tcp://{place.addr}:{place.port}"} | who  # type: ignore[union-attr]
+
+
+def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None) -> None:
+    asked = [f"{what} {value}" for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank)) if value not in (-1, have)]
+    if backend not in (None, "auto") and not names(choose(backend)) <= names(here.backend):
+        asked.append(f"backend {backend!r}")
+    if asked:
+        raise WorldError(
+            f"init_process_group asks for {', '.join(asked)}, but this process has already become rank {here.rank} of {here.size} with backend {here.backend!r}, "
+            "when it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
+        )
+    if timeout is not None and "mpi" not in names(here.backend):
+        _torch.set_timeout(dist.group.WORLD, timeout)
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """torch's. Without ``group`` the world ends with it; whatever next asks for ranks starts afresh."""
+    if group is not None and group is not dist.group.WORLD:
+        dist.destroy_process_group(group)
+        return
+    reset_world()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def new_group(
+    ranks: Any = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    **options: Any,
+) -> Any:
+    """torch's; ``backend`` may also be ``"mpi"``."""
+    start()
+    if backend is not None:
+        backend = choose(backend)
+        prepare(backend)
+    return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, **options)
+
+
+def is_available() -> bool:
+    """Whether this build of torch can form process groups."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group: made by ``init_process_group``, or by itself when a rank was first asked for."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in the group (of all ranks where None); -1 outside it."""
+    return world().rank if group is None else dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in the group; -1 outside it."""
+    return world().size if group is None else dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its node."""
+    return world().local_rank
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """The backend of the group, as torch spells it."""
+    start()
+    return str(dist.get_backend(group))
