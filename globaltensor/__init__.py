@@ -13,6 +13,7 @@ from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
 from .dispatch import rule
 from .distributed import env
+from .distributed.spawn import run, spawn
 from .local_map import local_map
 from .placement import Placement, placement
 from .reducer import no_sync
