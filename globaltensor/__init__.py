@@ -8,7 +8,8 @@ from . import foreach as _foreach  # (handlers)
 from . import optimizers as _optimizers
 from . import random as _random  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
-from . import sbp
+from . import borrowed as _borrowed
+from . import comm, distributed, nn, sbp
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
 from .dispatch import rule
@@ -25,6 +26,7 @@ from .tensor import GlobalTensor, to_global, to_local
 from .creation import *  # noqa: F403
 
 _optimizers.install()
+_borrowed.install()
 
 __version__ = "0.1.0"
 

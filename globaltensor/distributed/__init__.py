@@ -1,0 +1,11 @@
+"""``globaltensor.distributed``: torch.distributed on a world that starts by itself. Names not defined here are torch's."""
+
+import torch.distributed as _dist
+
+from ..borrowed import names_of_torch as _names_of_torch
+
+if _dist.is_available():
+    from .collectives import *  # noqa: F403
+    from .groups import *  # noqa: F403
+
+__getattr__ = _names_of_torch(__name__)

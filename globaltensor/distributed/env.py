@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from ..placement import Placement
+from .rdma import destroy_rdma, init_rdma, rdma_is_initialized
 from .world import world
 
-__all__ = ["all_device_placement", "get_local_rank", "get_node_size", "get_rank", "get_world_size"]
+__all__ = [
+    "all_device_placement", "destory_rdma", "destroy_rdma", "get_local_rank", "get_node_size", "get_rank", "get_world_size", "init_rdma", "rdma_is_initialized",
+]  # fmt: skip
+
+destory_rdma = destroy_rdma  # as OneFlow spells it
 
 
 def get_rank() -> int:

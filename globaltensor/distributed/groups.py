@@ -21,6 +21,8 @@ __all__ = [
     "start",
 ]  # fmt: skip
 
+_HashStore: Any = vars(dist).get("HashStore")
+
 
 def start() -> ProcessWorld:
     """The world with a process group, begun where nobody has: a script needs no ``init_process_group``. Raises WorldError in simulated ranks."""
@@ -32,7 +34,7 @@ def start() -> ProcessWorld:
         here = world()
         assert isinstance(here, ProcessWorld)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=_HashStore(), rank=0, world_size=1)
             here.owned = True
     return here
 
@@ -43,10 +45,11 @@ def init_process_group(
     timeout: timedelta | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: dist.Store | None = None,
+    store: Any = None,
     group_name: str = "",
     pg_options: Any = None,
     device_id: torch.device | int | None = None,
+    **more: Any,
 ) -> None:
     """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"`` (as None) or ``"mpi"``; who this process is may come from any
     launcher that ``flow.env`` knows, and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says (seconds).
@@ -54,16 +57,15 @@ def init_process_group(
     Where the world has started by itself, the call must agree with it. Raises WorldError where it does not, or where the others cannot be joined.
     """
     here = running()
-    if isinstance(here, ProcessWorld) and here.owned and dist.is_initialized():
-        if here.size > 1 or max(world_size, rank + 1) <= 1:
-            return _agree(here, backend, world_size, rank, timeout)
+    if isinstance(here, ProcessWorld) and here.owned and dist.is_initialized() and (here.size > 1 or max(world_size, rank + 1) <= 1):
+        return _agree(here, backend, world_size, rank, timeout)
     if not dist.is_initialized() or (here is not None and here.size == 1):
         reset_world()
     place = detect(os.environ)
     chosen = choose(backend, place)
     prepare(chosen)
     where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place)
-    options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id}
+    options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
     try:
         dist.init_process_group(chosen, **where, **options)
     except RuntimeError as error:
@@ -75,7 +77,7 @@ def init_process_group(
     return None
 
 
-def _meeting(init_method: str | None, store: dist.Store | None, rank: int, size: int, place: Detected | None) -> dict[str, Any]:
+def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None) -> dict[str, Any]:
     """How torch shall find the others, from what the caller and the environment say."""
     if store is not None:
         return {"store": store}
@@ -83,7 +85,7 @@ def _meeting(init_method: str | None, store: dist.Store | None, rank: int, size:
     if init_method not in (None, "env://"):
         return {"init_method": init_method} | ({} if "rank=" in str(init_method) else who)
     if place is None and rank < 0 and size < 0:
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        return {"store": _HashStore(), "rank": 0, "world_size": 1}
     known = place is None or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     return {"init_method": "env://" if known else f"tcp://{place.addr}:{place.port}"} | who  # type: ignore[union-attr]
 
@@ -94,8 +96,8 @@ def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeou
         asked.append(f"backend {backend!r}")
     if asked:
         raise WorldError(
-            f"init_process_group asks for {', '.join(asked)}, but this process has already become rank {here.rank} of {here.size} with backend {here.backend!r}, "
-            "when it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
+            f"init_process_group asks for {', '.join(asked)}, but this process already is rank {here.rank} of {here.size} with backend {here.backend!r}, "
+            "since it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
         )
     if timeout is not None and "mpi" not in names(here.backend):
         _torch.set_timeout(dist.group.WORLD, timeout)

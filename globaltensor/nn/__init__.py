@@ -1,12 +1,5 @@
 """``flow.nn``: torch.nn, and what this library adds to it."""
 
-from typing import Any
+from ..borrowed import names_of_torch as _names_of_torch
 
-from torch import nn as _nn
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return getattr(_nn, name)
-    except AttributeError:
-        raise AttributeError(f"neither globaltensor.nn nor torch.nn has {name!r}") from None
+__getattr__ = _names_of_torch(__name__)

@@ -1,0 +1,289 @@
+"""torch.distributed's collectives and messages: its own functions with its own signatures, safe to call on any tensor.
+
+They start the world where nobody has. On gloo, which reads and writes storages as they lie, a tensor that is not contiguous, or of a dtype it does not
+know, travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (agreement.py). Other backends get what is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import GlobalTensorError
+from ..wrapper import GlobalTensor
+from .agreement import Call, agree, enabled
+from .groups import start
+
+__all__ = [
+    "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "init_device_mesh", "irecv", "isend", "monitored_barrier", "new_subgroups",
+    "new_subgroups_by_enumeration", "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "send_object_list",
+]  # fmt: skip
+
+Function = Callable[..., Any]
+
+_GLOO: Final = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool
+}  # fmt: skip
+#: Of dtypes that gloo cannot reduce: one that it can, which holds their values and wraps round as they do.
+_WIDER: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.complex32: torch.complex64}
+#: torch renamed these in 2.13 and warns at the older names.
+_RENAMED: Final = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+
+def refuse_global(name: str, values: Iterable[Any]) -> None:
+    """Raise GlobalTensorError where one of the values, or an element of one, is a global tensor."""
+    for value in values:
+        if isinstance(value, GlobalTensor):
+            raise GlobalTensorError(
+                f"{name} got a global tensor, {value._spec!r}: collectives move local tensors. x.to_global(sbp=...) moves a global one between ranks, "
+                "with its gradient; x.to_local() gives this rank's part of it"
+            )
+        if isinstance(value, (list, tuple)):
+            refuse_global(name, value)
+
+
+def _on_gloo(group: Any, device: torch.device | None) -> bool:
+    config = str(dist.get_backend_config(group))
+    if "gloo" not in config:
+        return False
+    return config == "gloo" or f"{'cpu' if device is None else device.type}:gloo" in config
+
+
+class _Staged(dist.Work):
+    """A torch work whose results still have to be copied to where the caller wants them."""
+
+    def __init__(self, work: Any, deliver: Callable[[], None], results: list[Tensor]) -> None:
+        super().__init__()
+        self.work, self._deliver, self._results, self._lock, self._delivered = work, deliver, results, threading.Lock(), False
+
+    def _finish(self, *_: object) -> list[Tensor]:
+        with self._lock:
+            if not self._delivered:
+                self._deliver()
+                self._delivered = True
+        return self._results
+
+    def wait(self, *timeout: Any) -> bool:
+        self.work.wait(*timeout)
+        self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self.work.is_success())
+
+    def exception(self) -> Any:
+        return self.work.exception()
+
+    def source_rank(self) -> int:
+        return int(self.work._source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        return self.work.get_future().then(self._finish)
+
+
+def _carrier(t: Tensor, reduces: bool) -> Tensor:
+    """What gloo carries for ``t``: itself where it can, a view of the same memory, or a copy."""
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
+    plain = t.contiguous()
+    if plain.dtype in _GLOO:
+        return plain
+    return plain.to(_WIDER.get(plain.dtype, plain.dtype)) if reduces else plain.unsqueeze(-1).view(torch.uint8)
+
+
+class _Collective:
+    """One of torch's functions: which arguments are read and written, and how to tell what it is about to do."""
+
+    def __init__(self, name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = "") -> None:
+        self.name, self.reads, self.writes, self.reduces, self.root = name, reads, writes, reduces, root
+        self.original: Function = getattr(dist, name)
+        self.function: Function = getattr(dist, _RENAMED.get(name, name), self.original)
+        self.signature = inspect.signature(self.original)
+        self.position = list(self.signature.parameters).index("group")
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        start()
+        refuse_global(self.name, (*args, *kwargs.values()))
+        group = kwargs["group"] if "group" in kwargs else args[self.position] if len(args) > self.position else None
+        group = dist.group.WORLD if group is None else group
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
+            given = self.signature.bind(*args, **kwargs).arguments
+            some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
+            if all(isinstance(t, Tensor) for t in some) and _on_gloo(group, some[0].device if some else None):
+                return self._on_gloo(given, group)
+        return self.function(*args, **kwargs)
+
+    @staticmethod
+    def _tensors(given: dict[str, Any], name: str) -> list[Any]:
+        value = given.get(name)
+        return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def _on_gloo(self, given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+        if self.name in _DESCRIBED and enabled():
+            call, pairs = self._describe(given, group)
+            agree(group, call, not given.get("async_op", False), pairs)
+        if self.name == "all_gather" and len({t.numel() for t in given["tensor_list"]}) > 1:
+            return _all_gather_unevenly(given, group)
+        tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
+        swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
+        straight = all(swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype for t in tensors)
+        return self.function(**given) if straight else self._staged(given, swapped)
+
+    def _staged(self, given: dict[str, Any], swapped: dict[int, Tensor]) -> Any:
+        def carried(value: Any) -> Any:
+            return [swapped[id(t)] for t in value] if isinstance(value, (list, tuple)) else swapped[id(value)]
+
+        names = [n for n in {self.reads, self.writes} if given.get(n) is not None]
+        result = self.function(**{**given, **{n: carried(given[n]) for n in names}})
+        outs = self._tensors(given, self.writes)
+
+        def deliver() -> None:
+            with torch.no_grad():
+                for t in outs:
+                    carrier = swapped[id(t)]
+                    if carrier.data_ptr() != t.data_ptr():
+                        t.copy_(carrier.view(t.dtype).view(t.shape) if carrier.dtype == torch.uint8 != t.dtype else carrier)
+
+        if isinstance(result, dist.Work):
+            return _Staged(result, deliver, outs)
+        deliver()
+        return result
+
+    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[Call, dict[int, tuple[int, int]] | None]:
+        reads, writes = self._tensors(given, self.reads), self._tensors(given, self.writes)
+        some = (reads or writes or [None])[0]
+        if self.name.startswith("all_to_all"):
+            gets, gives = _shares(reads, given.get("input_split_sizes"), group), _shares(writes, given.get("output_split_sizes"), group)
+            return Call(self.name, dtype=some.dtype), dict(enumerate(zip(gets, gives, strict=True)))
+        op = getattr(given.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
+        lists = next((v for v in (reads, writes) if len(v) > 1), [])
+        measured = lists if self.name in ("all_gather", "reduce_scatter") else (writes if self.name == "scatter" else reads)
+        numel = sum(t.numel() for t in measured) if measured else -1
+        parts = zlib.crc32(str([t.numel() for t in lists]).encode()) if self.name in ("all_gather", "reduce_scatter") else -1
+        return Call(self.name, op, None if some is None else some.dtype, numel, self._root(given, group), parts), None
+
+    def _root(self, given: dict[str, Any], group: dist.ProcessGroup) -> int:
+        if not self.root:
+            return -1
+        inside = given.get(f"group_{self.root}")
+        if inside is not None:
+            return dist.get_global_rank(group, inside)
+        root = given.get(self.root)
+        return 0 if root is None else int(root)
+
+
+_DESCRIBED: Final = {
+    "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single",
+}  # fmt: skip
+
+
+def _shares(tensors: Sequence[Tensor], rows: Sequence[int] | None, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group."""
+    if len(tensors) == group.size() > 1:
+        return [t.numel() for t in tensors]
+    whole, size = tensors[0], group.size()
+    if not rows:
+        return [whole.numel() // size] * size
+    row = whole[:1].numel()
+    return [n * row for n in rows]
+
+
+def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    """Gloo gathers parts of one size only: those of several go as an all-to-all of copies."""
+    outs, mine, size = given["tensor_list"], given["tensor"], group.size()
+    numels = [t.numel() for t in outs]
+    source = mine.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).repeat(size, 1)
+    target = source.new_empty(sum(numels), mine.itemsize)
+    late = bool(given.get("async_op", False))
+    work = dist.all_to_all_single(target, source, numels, [mine.numel()] * size, group=group, async_op=late)
+
+    def deliver() -> None:
+        with torch.no_grad():
+            for t, part in zip(outs, target.split(numels), strict=True):
+                t.copy_(part.reshape(-1).view(mine.dtype).view(t.shape))
+
+    if late:
+        return _Staged(work, deliver, outs)
+    deliver()
+    return None
+
+
+def _made(name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = "") -> Function:
+    collective = _Collective(name, reads, writes, reduces, root)
+
+    @functools.wraps(collective.original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return collective(args, kwargs)
+
+    call.__module__, call.__doc__ = __name__, collective.function.__doc__
+    return call
+
+
+all_reduce = _made("all_reduce", "tensor", "tensor", reduces=True)
+reduce = _made("reduce", "tensor", "tensor", reduces=True, root="dst")
+broadcast = _made("broadcast", "tensor", "tensor", root="src")
+all_gather = _made("all_gather", "tensor", "tensor_list")
+all_gather_into_tensor = _made("all_gather_into_tensor", "input_tensor", "output_tensor")
+gather = _made("gather", "tensor", "gather_list", root="dst")
+scatter = _made("scatter", "scatter_list", "tensor", root="src")
+reduce_scatter = _made("reduce_scatter", "input_list", "output", reduces=True)
+reduce_scatter_tensor = _made("reduce_scatter_tensor", "input", "output", reduces=True)
+all_to_all = _made("all_to_all", "input_tensor_list", "output_tensor_list")
+all_to_all_single = _made("all_to_all_single", "input", "output")
+barrier = _made("barrier")
+send, isend = _made("send", "tensor"), _made("isend", "tensor")
+recv, irecv = _made("recv", writes="tensor"), _made("irecv", writes="tensor")
+
+_TORCHS: Final[dict[Function, Function]] = {isend: dist.isend, irecv: dist.irecv}
+
+
+def _begun(name: str) -> Function:
+    original: Function = getattr(dist, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start()
+        return original(*args, **kwargs)
+
+    call.__module__ = __name__
+    return call
+
+
+all_gather_object, gather_object = _begun("all_gather_object"), _begun("gather_object")
+broadcast_object_list, scatter_object_list = _begun("broadcast_object_list"), _begun("scatter_object_list")
+send_object_list, recv_object_list = _begun("send_object_list"), _begun("recv_object_list")
+monitored_barrier, init_device_mesh = _begun("monitored_barrier"), _begun("init_device_mesh")
+new_subgroups, new_subgroups_by_enumeration = _begun("new_subgroups"), _begun("new_subgroups_by_enumeration")
+
+
+class P2POp(dist.P2POp):
+    """torch's; takes our ``isend`` and ``irecv`` as well as torch's own."""
+
+    def __new__(cls, op: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        start()
+        refuse_global("P2POp", [tensor])
+        return super().__new__(cls, _TORCHS.get(op, op), tensor, *args, **kwargs)
+
+    def __init__(self, op: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_TORCHS.get(op, op), tensor, *args, **kwargs)
+
+
+@functools.wraps(dist.batch_isend_irecv)
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(p2p_op_list)

@@ -1,0 +1,79 @@
+"""RDMA: the backends' own. NCCL and MPI's UCX send through InfiniBand or RoCE devices by themselves; here is whether they can, and why not."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WorldError
+from .backends import names
+from .groups import start
+from .world import World, running
+
+__all__ = ["destroy_rdma", "devices", "init_rdma", "rdma_is_initialized"]
+
+_DEVICES: Final = Path("/sys/class/infiniband")
+_OFF: Final = "NCCL_IB_DISABLE"
+_STARTED: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+def devices(folder: Path = _DEVICES) -> list[str]:
+    """The InfiniBand and RoCE devices of this machine that have an active port, as ``mlx5_0:1 (InfiniBand)``."""
+    found = []
+    for port in sorted(folder.glob("*/ports/*")):
+        if "ACTIVE" in _text(port / "state"):
+            kind = "RoCE" if _text(port / "link_layer") == "Ethernet" else "InfiniBand"
+            found.append(f"{port.parent.parent.name}:{port.name} ({kind})")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _missing(backend: str, folder: Path) -> str:
+    """What this rank lacks; "" where nothing."""
+    if not devices(folder):
+        seen = ", ".join(sorted(p.name for p in folder.glob("*"))) or "none"
+        return f"an InfiniBand or RoCE device with an active port (looked in {folder}; devices there: {seen})"
+    if not names(backend) & {"nccl", "mpi", "ucc"}:
+        nccl = "is" if dist.is_nccl_available() and torch.cuda.is_available() else "is not"
+        return f"a backend that uses RDMA: this world's is {backend or 'gloo'}, which speaks TCP; NCCL {nccl} available here, mpi needs an MPI built with UCX"
+    if "nccl" in names(backend) and os.environ.get(_OFF, "0") != "0":
+        return f"NCCL's leave to use it: {_OFF} is set; unset it"
+    return ""
+
+
+def init_rdma(folder: Path = _DEVICES) -> None:
+    """Make sure that data between nodes goes by RDMA. Collective: all ranks must call it, before they first communicate on devices.
+
+    Raises WorldError, on every rank, that says what was looked for on which rank and is not there.
+    """
+    here = start()
+    told = here.comm(tuple(range(here.size))).all_gather_object(_missing(here.backend, folder))
+    lacking = {f"rank {rank} lacks {what}" for rank, what in enumerate(told) if what}
+    if lacking:
+        raise WorldError(f"init_rdma: {'; '.join(sorted(lacking))}. Without RDMA data goes over TCP, and nothing else changes")
+    _STARTED.add(here)
+
+
+def rdma_is_initialized() -> bool:
+    """Whether ``init_rdma`` has succeeded in this world."""
+    here = running()
+    return here is not None and here in _STARTED
+
+
+def destroy_rdma() -> None:
+    """Communicators made from now on use no RDMA (NCCL; of an MPI, UCX_TLS chooses before it starts)."""
+    here = running()
+    if here is not None and here in _STARTED:
+        _STARTED.discard(here)
+        os.environ[_OFF] = "1"
