@@ -21,7 +21,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["backward", "get_grad", "grad", "register_hook", "set_grad"]
+__all__ = ["backward", "get_grad", "grad", "local_grad", "register_hook", "set_grad"]
 
 # ---------------------------------------------------------------------------------------------------------------- .grad
 
@@ -42,6 +42,17 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(local, x._spec.replace(dtype=local.dtype))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
+
+
+def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
+    """(whether a leaf's gradient lies as the leaf does, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
+    if "_kept_grad" not in leaf.__dict__:
+        return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
+    grad, spec = get_grad(leaf), leaf._spec
+    if grad is None:
+        return True, None
+    alike = isinstance(grad, GlobalTensor) and grad._spec.layout == spec.layout and grad._spec.placement is spec.placement
+    return alike, grad._local if alike else None
 
 
 def set_grad(x: GlobalTensor, value: Any) -> None:

@@ -21,6 +21,8 @@ class Buckets(Generic[T]):
     def __init__(self, first: int, limit: int, merge: Callable[[T, T], T]) -> None:
         self.first, self.limit, self.merge = first, limit, merge
         self.plan: list[dict[int, int]] = []  # of the last pass: number -> how often it arrived
+        self.planned: dict[int, tuple[int, int, Hashable]] = {}  # what the plan was made from
+        self.bucket: dict[int, int] = {}  # number -> index of its bucket in the plan
         self.drop()
 
     def drop(self) -> None:
@@ -28,13 +30,19 @@ class Buckets(Generic[T]):
         self.items: dict[int, T] = {}
         self.seen: dict[int, tuple[int, int, Hashable]] = {}  # number -> (arrivals, bytes, what may go together)
         self.sent = 0
+        self.missing = [len(bucket) for bucket in self.plan]  # in each bucket, the numbers that have not arrived as often as planned
 
     def add(self, number: int, item: T, nbytes: int, key: Hashable) -> list[list[T]]:
         """One arrival -> the buckets that are now ready to go, in order."""
         self.items[number] = self.merge(self.items[number], item) if number in self.items else item
-        self.seen[number] = (self.seen[number][0] + 1 if number in self.seen else 1, nbytes, key)
+        times = self.seen[number][0] + 1 if number in self.seen else 1
+        self.seen[number] = (times, nbytes, key)
+        where = self.bucket.get(number)
+        if where is None:
+            return []
+        self.missing[where] -= (times == self.plan[where][number]) - (times == self.plan[where][number] + 1)
         ready = []
-        while self.sent < len(self.plan) and all(n in self.items and self.seen[n][0] == times for n, times in self.plan[self.sent].items()):
+        while self.sent < len(self.plan) and not self.missing[self.sent]:
             ready.append([self.items.pop(n) for n in self.plan[self.sent]])
             self.sent += 1
         return ready
@@ -42,7 +50,9 @@ class Buckets(Generic[T]):
     def finish(self) -> list[list[T]]:
         """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets from this one's arrivals."""
         rest = [[self.items[n] for n in bucket] for bucket in self._buckets(sorted(self.items, reverse=True))]
-        self.plan = self._buckets(sorted(self.seen, reverse=True))
+        if self.seen != self.planned:
+            self.plan, self.planned = self._buckets(sorted(self.seen, reverse=True)), self.seen
+            self.bucket = {n: i for i, bucket in enumerate(self.plan) for n in bucket}
         self.drop()
         return rest
 

@@ -30,6 +30,8 @@ HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 _MOST = 1 << 13  # plans kept; beyond that all are forgotten
 _make = _torch.make_wrapper
 _grad_enabled = torch.is_grad_enabled
+_Size = torch.Size
+_NUMBERS = frozenset((int, float, bool))
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 16  # frames searched for the apply of a custom Function
 
@@ -63,6 +65,9 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
                 key.append(a)
         elif a is None or t is bool or t is torch.dtype or t is str:
             key.append(a)
+        elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
+            key.append(a)
+            key.append(types_)
         else:
             key.append(_key(a, func in _SCALARS))
     if kwargs:

@@ -16,6 +16,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _torch
+from .autograd import local_grad
 from .distributed.world import world
 from .wrapper import GlobalTensor
 
@@ -39,18 +40,20 @@ class _Swap:
         lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        known_of = optimizer.state
         for params in lists:
             for p in params:
-                if not isinstance(p, GlobalTensor) or any(e.is_partial for e in p._spec.layout) or rank not in p._spec.placement._coordinates:
+                if not isinstance(p, GlobalTensor) or not _ordinary(p, rank):
                     return
-                if (grad := p.grad) is None:
+                alike, grad = local_grad(p)
+                if not alike:
+                    return
+                if grad is None:
                     continue
-                if not isinstance(grad, GlobalTensor) or grad._spec.layout != p._spec.layout or grad._spec.placement is not p._spec.placement:
-                    return
                 local = p._local
-                if local.grad is not grad._local:
-                    grads.append((local, grad._local))
-                if known := optimizer.state.get(p):
+                if local.grad is not grad:
+                    grads.append((local, grad))
+                if known := known_of.get(p):
                     state[local] = self._localised(p, known)
         # From here on nothing fails.
         self.before = lists, optimizer.state, [(local, local.grad) for local, _ in grads]
@@ -95,6 +98,11 @@ class _Swap:
                 seen[k] = v
                 like = isinstance(v, torch.Tensor) and k != "step" and v.shape == p._local.shape
                 known[k] = GlobalTensor.wrap(v, p._spec.replace(dtype=v.dtype)) if like else v
+
+
+def _ordinary(p: GlobalTensor, rank: int) -> bool:
+    spec = p._spec
+    return rank in spec.placement._coordinates and not any(e.is_partial for e in spec.layout)
 
 
 def _beside(p: GlobalTensor, value: torch.Tensor) -> GlobalTensor:

@@ -110,10 +110,10 @@ class Reducer:
 
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         parts = [g.reshape(-1) for _, g in bucket]
-        # Memory that is touched for the first time costs more than the copy: the flat buffers are kept from pass to pass, as torch's reducer keeps its own.
+        # Gradients stay where they were summed. Memory that is touched for the first time costs more than a copy: it serves again once they have been let go.
         key, size = (bucket[0][0].way, parts[0].dtype, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
         flat = self.flats.get(key)
-        if flat is None or flat.numel() != size:
+        if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
             flat = self.flats[key] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
         torch.cat(parts, out=flat)
         handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
@@ -135,10 +135,9 @@ class Reducer:
             for bucket, flat, handle in self.sent:
                 if handle is not None:
                     handle.wait()
-                start = 0
-                for leaf, grad in bucket:
-                    leaf.put(grad.copy_(flat[start : start + grad.numel()].view(grad.shape)))
-                    start += grad.numel()
+                for (leaf, grad), part in zip(bucket, flat.split_with_sizes([grad.numel() for _, grad in bucket]), strict=True):
+                    part = part.view(grad.shape)
+                    leaf.put(part if grad.is_contiguous() else grad.copy_(part))
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
