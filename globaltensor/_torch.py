@@ -41,7 +41,7 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
 
 
 def memory_is_shared(t: torch.Tensor) -> bool:
-    """Whether another tensor lives in the memory of ``t``: torch counts them, but has no public way to ask. The two that always count: ``t`` and the question."""
+    """Whether another tensor lives in the memory of ``t``: torch counts them, with no public way to ask. Two always count: ``t`` and the question."""
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) > 2  # type: ignore[attr-defined]
 
 
