@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line -> the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["launch"]:  # has options of its own, and passes the script's on
-        from .distributed import launch
+        from .distributed.launch import main as launch
 
-        return launch.main(arguments[1:], prog="globaltensor launch")
+        return launch(arguments[1:], prog="globaltensor launch")
     parser = argparse.ArgumentParser(prog="globaltensor", description="Global tensors for PyTorch: a cluster looks like one device.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     verbs.add_parser("launch", help="start a script on several processes (globaltensor launch -h)")

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from globaltensor.cli import doctor
-from globaltensor.distributed import launch
-from globaltensor.distributed.launch import Job, reserved_port
+from globaltensor.distributed.launch import main, reserved_port
 from globaltensor.errors import WorldError
 
 PREAMBLE = """
@@ -78,7 +77,7 @@ def told(folder: Path, n: int) -> list[dict[str, str]]:
 
 def test_every_rank_is_told_who_it_is(script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.main(["--nproc_per_node", "2", script(TELL), "--alpha", "b c", "-m"]) == 0
+    assert main(["--nproc_per_node", "2", script(TELL), "--alpha", "b c", "-m"]) == 0
     for rank, variables in enumerate(told(tmp_path, 2)):
         assert variables["arguments"] == ["--alpha", "b c", "-m"]
         assert (variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == (str(rank), str(rank), "2", "2")
@@ -87,15 +86,9 @@ def test_every_rank_is_told_who_it_is(script: Callable[[str], str], tmp_path: Pa
         assert variables["OMP_NUM_THREADS"] == "1"
 
 
-def test_ranks_go_on_from_node_to_node() -> None:
-    ranks = Job(["x"], nproc_per_node=3, nnodes=4, node_rank=2, port=1).ranks(1)
-    assert [(rank.rank, rank.local_rank) for rank in ranks] == [(6, 0), (7, 1), (8, 2)]
-    assert {(rank.variables["WORLD_SIZE"], rank.variables["GROUP_RANK"], rank.variables["GROUP_WORLD_SIZE"]) for rank in ranks} == {("12", "2", "4")}
-
-
 def test_one_process_by_default(script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.main([script(TELL)]) == 0
+    assert main([script(TELL)]) == 0
     (variables,) = told(tmp_path, 1)
     assert variables["WORLD_SIZE"] == "1"
     assert "OMP_NUM_THREADS" not in variables
@@ -104,16 +97,16 @@ def test_one_process_by_default(script: Callable[[str], str], tmp_path: Path, mo
 def test_a_module_and_a_program(script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(TELL)
     monkeypatch.chdir(tmp_path)
-    assert launch.main(["--nproc_per_node", "2", "-m", "script", "x"]) == 0
+    assert main(["--nproc_per_node", "2", "-m", "script", "x"]) == 0
     assert [variables["arguments"] for variables in told(tmp_path, 2)] == [["x"], ["x"]]
-    assert launch.main(["--nproc_per_node", "2", "--no_python", "sh", "-c", 'echo $RANK of $WORLD_SIZE > "$TEST_FOLDER/out.$RANK"']) == 0
+    assert main(["--nproc_per_node", "2", "--no_python", "sh", "-c", 'echo $RANK of $WORLD_SIZE > "$TEST_FOLDER/out.$RANK"']) == 0
     assert [(tmp_path / f"out.{rank}").read_text() for rank in range(2)] == ["0 of 2\n", "1 of 2\n"]
 
 
 def test_logs_are_made_and_overwritten(script: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = script('print("out", rank, sys.argv[1]); print("err", rank, file=sys.stderr)')
     for run in ("first", "second"):
-        assert launch.main(["--nproc_per_node", "2", "--redirect_stdout_and_stderr", "--logdir", str(tmp_path / "a/b"), path, run]) == 0
+        assert main(["--nproc_per_node", "2", "--redirect_stdout_and_stderr", "--logdir", str(tmp_path / "a/b"), path, run]) == 0
         assert [(tmp_path / f"a/b/local_rank_{i}/stdout").read_text() for i in range(2)] == [f"out 0 {run}\n", f"out 1 {run}\n"]
         assert (tmp_path / "a/b/local_rank_1/stderr").read_text() == "err 1\n"
     assert capfd.readouterr() == ("", "")
@@ -121,7 +114,7 @@ def test_logs_are_made_and_overwritten(script: Callable[[str], str], tmp_path: P
 
 def test_what_ranks_write_is_passed_on_in_whole_lines(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     path = script("for i in range(200):\n    sys.stderr.write(f'{rank} line '); sys.stderr.flush(); sys.stderr.write(f'{i}\\n')")
-    assert launch.main(["--nproc_per_node", "2", path]) == 0
+    assert main(["--nproc_per_node", "2", path]) == 0
     lines = capfd.readouterr().err.splitlines()
     # A line is passed on unfinished only where a rank falls silent in its middle: with the machine busy that may happen.
     assert sum(line in {f"{rank} line {i}" for rank in range(2) for i in range(200)} for line in lines) >= 390
@@ -138,7 +131,7 @@ def test_what_ranks_write_is_passed_on_in_whole_lines(script: Callable[[str], st
 )
 def test_one_failure_ends_all(does: str, code: int, says: list[str], script: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    assert launch.main(["--nproc_per_node", "3", script(ONE_FAILS.format(does))]) == code
+    assert main(["--nproc_per_node", "3", script(ONE_FAILS.format(does))]) == code
     assert time.monotonic() - began < 10
     assert not alive(tmp_path)
     said = capfd.readouterr().err
@@ -148,7 +141,7 @@ def test_one_failure_ends_all(does: str, code: int, says: list[str], script: Cal
 
 def test_a_failure_in_logs_is_shown(script: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = script(ONE_FAILS.format("raise ValueError('the sky fell')"))
-    assert launch.main(["--nproc_per_node", "2", "--redirect_stdout_and_stderr", "--logdir", str(tmp_path), path]) == 1
+    assert main(["--nproc_per_node", "2", "--redirect_stdout_and_stderr", "--logdir", str(tmp_path), path]) == 1
     said = capfd.readouterr().err
     assert "| ValueError: the sky fell" in said
     assert f"its output is in {tmp_path}/local_rank_1" in said
@@ -156,20 +149,14 @@ def test_a_failure_in_logs_is_shown(script: Callable[[str], str], tmp_path: Path
 
 def test_what_a_rank_has_started_ends_too(script: Callable[[str], str], tmp_path: Path) -> None:
     path = script("import subprocess\nsubprocess.Popen(['sleep', '100'])\nif rank == 1: sys.exit(7)\nsleep()")
-    assert launch.main(["--nproc_per_node", "2", path]) == 7
+    assert main(["--nproc_per_node", "2", path]) == 7
     assert within(5, lambda: not alive(tmp_path))
 
 
-@pytest.fixture
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("globaltensor.distributed.supervise.GRACE_SECONDS", 0.5)
-
-
-@pytest.mark.usefixtures("short_grace")
 def test_ranks_that_ignore_the_request_to_end(script: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "if rank != 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    sleep()\n"
     wait = "while len(list(folder.glob('here.*'))) < 1: time.sleep(0.01)\nsys.exit(7)"
-    assert launch.main(["--nproc_per_node", "2", script(deaf + wait)]) == 7
+    assert main(["--nproc_per_node", "2", "--shutdown_timeout", "0.5", script(deaf + wait)]) == 7
     assert not alive(tmp_path)
     assert "rank 0 did not end 0.5 s after SIGTERM: killed" in capfd.readouterr().err
 
@@ -214,7 +201,7 @@ def test_a_reserved_port_is_nobody_elses() -> None:
     ],
 )
 def test_mistakes_are_told_before_anything_starts(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(arguments) == 2
+    assert main(arguments) == 2
     assert says in capfd.readouterr().err
 
 
@@ -223,12 +210,12 @@ def test_a_port_in_use_is_told(capfd: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert launch.main(["--master_port", str(port), __file__]) == 2
+        assert main(["--master_port", str(port), __file__]) == 2
     assert f"--master_port {port} is in use" in capfd.readouterr().err
 
 
 def test_a_program_that_cannot_run(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--no_python", "no-such-program"]) == 127
+    assert main(["--no_python", "no-such-program"]) == 127
     assert "cannot run no-such-program: No such file or directory" in capfd.readouterr().err
 
 

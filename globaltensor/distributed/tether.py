@@ -4,7 +4,7 @@ Run as a bare script (``python -I -S tether.py <launcher's pid> command...``), s
 Not a ``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with threads.
 """
 
-import ctypes
+import contextlib
 import os
 import signal
 import sys
@@ -12,19 +12,28 @@ import sys
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-def main() -> None:
-    """Ask the kernel for SIGKILL when the launcher dies, however it dies; then exec. Exit code 127: the command cannot be run."""
-    launcher, command = int(sys.argv[1]), sys.argv[2:]
+def tie(launcher: int) -> None:
+    """Ask the kernel for SIGKILL when the launcher (this process's parent) dies, however it dies; lead a process group, so that all of it can be ended."""
+    with contextlib.suppress(OSError):  # a group's leader already
+        os.setpgid(0, 0)
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != launcher:  # it died before the kernel knew
-            sys.exit(128 + signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)
+
+
+def become(command: list[str]) -> None:
+    """Replace this process by the command. Exit code 127: it cannot be run."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
         sys.stderr.write(f"cannot run {command[0]}: {error.strerror}\n")
-        sys.exit(127)
+        sys.stderr.flush()
+        os._exit(127)
 
 
 if __name__ == "__main__":
-    main()
+    tie(int(sys.argv[1]))
+    become(sys.argv[2:])

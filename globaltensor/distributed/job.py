@@ -1,0 +1,165 @@
+"""What to start on this node, with whom, and where its output goes: the command line as values."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ..errors import WorldError
+from .agent import Signals
+from .nodes import CONNECT_SECONDS, FixedNodes, Interruptible
+
+__all__ = ["ROLE", "Job", "Output", "in_one_line"]
+
+ROLE: Final = "default"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where what the ranks write goes, beside the console. ``folder``: OneFlow's layout; ``redirects``, ``tee`` and ``log_dir``: torchrun's."""
+
+    folder: Path | None = None
+    redirects: Std | dict[int, Std] = Std.NONE
+    tee: Std | dict[int, Std] = Std.NONE
+    log_dir: str | None = None
+    shown: frozenset[int] | None = None
+
+    def specs(self) -> LogsSpecs:
+        """The same as torch says it."""
+        shown = None if self.shown is None else set(self.shown)
+        if self.folder is None and (self.log_dir or self.redirects or self.tee):
+            return DefaultLogsSpecs(self.log_dir, self.redirects, self.tee, shown)
+        return _Folders(str(self.folder or ""), Std.ALL if self.folder else Std.NONE, self.tee, shown)
+
+
+class _Folders(LogsSpecs):
+    """``LOGDIR/local_rank_<i>/stdout`` and ``stderr``; without a folder everything is on the console."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        to = LogsDest()
+        tee = to_map(self._tee, len(envs))
+        for i in envs:
+            shown = self._local_ranks_filter is None or i in self._local_ranks_filter
+            for name, paths, teed, bit in (("stdout", to.stdouts, to.tee_stdouts, Std.OUT), ("stderr", to.stderrs, to.tee_stderrs, Std.ERR)):
+                paths[i] = os.path.join(self.root_log_dir, f"local_rank_{i}", name) if self._redirects else "" if shown else os.devnull
+                if shown and self._redirects and tee[i] & bit:
+                    teed[i] = paths[i]
+        return to
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start on this node, and with whom. ``port`` 0: one that is free (with one node only)."""
+
+    command: Sequence[str]
+    nproc_per_node: int = 1
+    nnodes: tuple[int, int] = (1, 1)
+    node_rank: int = 0
+    addr: str = "127.0.0.1"
+    port: int = 0
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    rdzv_id: str = ""
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str = ""
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    role: str = ROLE
+    shutdown_timeout: float = 10.0
+    backend: str = ""
+    output: Output = Output()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        least, most = self.nnodes
+        told = str(most) if least == most else f"{least}:{most}"
+        if self.nproc_per_node < 1:
+            raise WorldError(f"--nproc_per_node {self.nproc_per_node}: at least 1 process must be started")
+        if not 1 <= least <= most:
+            raise WorldError(f"--nnodes {told}: a number of nodes (machines), at least 1, or MIN:MAX")
+        if not 0 <= self.port < 1 << 16:
+            raise WorldError(f"--master_port {self.port}: a port is from 1 to 65535")
+        if self.max_restarts < 0 or self.monitor_interval <= 0 or self.shutdown_timeout < 0:
+            raise WorldError("--max_restarts and --shutdown_timeout must not be negative, --monitor_interval must be more than 0")
+        if self.rdzv_backend == "static":
+            if least != most:
+                raise WorldError(f"--nnodes {told} needs --rdzv_backend c10d and --rdzv_endpoint HOST:PORT: a static rendezvous has a fixed number of nodes")
+            if not 0 <= self.node_rank < most:
+                raise WorldError(f"--node_rank {self.node_rank} is out of range: with --nnodes {most} it must be from 0 to {most - 1}")
+            if most > 1 and not self.port:
+                which = "the same port, free on node 0, in the launch of every node (and --master_addr, node 0's address)"
+                raise WorldError(f"--nnodes {most} needs --master_port: {which}")
+        if self.backend == "mpi" and most > 1:
+            mend = "start the script itself, by `mpirun -n <ranks> --host a,b python script.py` or by srun"
+            raise WorldError(f"--backend mpi with --nnodes {told}: the launcher makes an MPI world on one node only; {mend}")
+
+    def rendezvous(self, signals: Signals) -> RendezvousHandler:
+        """How this node meets the others. Raises WorldError."""
+        wait = self._seconds("timeout", float(os.environ.get("GLOBALTENSOR_TIMEOUT", "600")))
+        if self.rdzv_backend == "static":
+            connect = self._seconds("connect_timeout", min(CONNECT_SECONDS, wait))
+            return FixedNodes(self.addr, self.port, self.node_rank, self.nnodes[1], self.nproc_per_node, self.rdzv_id or "none", signals.check, connect, wait)
+        if not self.rdzv_endpoint:
+            raise WorldError(f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one of the nodes, or a server, is to be met")
+        conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}
+        local = self.local_addr or _address_towards(self.rdzv_endpoint)
+        given = RendezvousParameters(self.rdzv_backend, self.rdzv_endpoint, self.rdzv_id or "none", *self.nnodes, local_addr=local, **conf)
+        try:
+            with signals.at_once():
+                return Interruptible(get_rendezvous_handler(given), signals.at_once)
+        except (RendezvousError, ValueError, ImportError) as error:
+            raise WorldError(f"--rdzv_backend {self.rdzv_backend} at {self.rdzv_endpoint}: {in_one_line(error)}") from error
+
+    def beat(self) -> tuple[float, int]:
+        """How often a launcher shows the others that it lives, in seconds, and how many of these it may miss."""
+        return self._seconds("keep_alive_interval", 5.0), int(self._seconds("keep_alive_max_attempt", 3))
+
+    def _seconds(self, name: str, default: float) -> float:
+        try:
+            return float(self.rdzv_conf.get(name, default))
+        except ValueError:
+            raise WorldError(f"--rdzv_conf {name}={self.rdzv_conf[name]}: a number is needed") from None
+
+    def environment(self) -> dict[str, str]:
+        """The variables that every rank gets besides the launcher's own and those of its place."""
+        out = dict(self.variables)
+        if self.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+            out.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores in each of n processes would fight for the cores
+        out.setdefault("PYTHONFAULTHANDLER", os.environ.get("PYTHONFAULTHANDLER", "1"))  # a rank that crashes in native code shows where
+        out.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"))
+        if self.backend:
+            out["GLOBALTENSOR_BACKEND"] = self.backend
+        return out
+
+
+def _address_towards(endpoint: str) -> str | None:
+    """The address of this machine that others on the way to ``endpoint`` know it by; its own name, which torch would take, need not be known to them."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(host.strip("[]") or port, int(port) if host and port else 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return None
+
+
+def in_one_line(error: BaseException | None) -> str:
+    """An error with its causes, in one line."""
+    words = []
+    while error is not None:
+        words.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        error = error.__cause__
+    return "; ".join(words)

@@ -1,0 +1,149 @@
+"""Ranks in an MPI world: mpirun starts a shim for each, which runs the rank for the launcher. So ranks of every backend are watched over alike.
+
+mpirun is there for what only it can give: the connection of the ranks to its PMIx (or PMI) server, through variables and sockets that a rank inherits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ..errors import WorldError
+from .streams import Pump, Stream
+from .supervise import Process, Rank, stdin, tethered
+
+__all__ = ["Mpirun", "find_mpirun"]
+
+_START_SECONDS: Final = 60.0
+_TICK_SECONDS: Final = 0.02
+_SHIM: Final = Path(__file__).with_name("shim.py")
+
+
+def find_mpirun() -> str:
+    """The mpirun beside this Python, or else on the path. Raises WorldError where there is none."""
+    beside = [Path(sys.executable).parent / name for name in ("mpirun", "mpiexec")]
+    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None) or shutil.which("mpirun") or shutil.which("mpiexec")
+    if found is None:
+        raise WorldError("--backend mpi needs mpirun, neither beside this Python nor on the PATH: pip install 'globaltensor[mpi]', or load an MPI module")
+    return found
+
+
+def options(program: str) -> list[str]:
+    """What this mpirun needs to be told: start as many as asked, bind none to a core, as without it."""
+    done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
+    if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
+        return []  # Hydra (MPICH, Intel MPI) does so by itself
+    return ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+class Shimmed:
+    """A rank that a shim runs; the shim tells how it ended."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid, self._connection = pid, connection
+        self._code: int | None = None
+        connection.setblocking(False)
+
+    def poll(self) -> int | None:
+        """Exit code, -n where signal n ended it, None while it lives."""
+        if self._code is None:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    told = self._connection.recv(64)
+                except ConnectionError:
+                    told = b""
+                self._code = int(told) if told else -9  # a shim that was killed takes its rank with it
+        return self._code
+
+    def close(self) -> None:
+        """Let the shim end, and with it what is left of the rank."""
+        self._connection.close()
+
+
+class Mpirun:
+    """Starts ranks through mpirun. ``check`` is called while it waits, and may raise."""
+
+    def __init__(self, pump: Pump, check: Callable[[], None]) -> None:
+        self._pump, self._check = pump, check
+        self._program = find_mpirun()
+        self._options = options(self._program)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._shims: list[Shimmed] = []
+        self._said = Stream(None, kept=True)
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        """Start these ranks, which are all of the world's. Raises WorldError where mpirun cannot."""
+        self.close()
+        with tempfile.TemporaryDirectory(prefix="globaltensor_mpi_") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(f"{folder}/door")
+            door.listen(len(ranks))
+            door.settimeout(_TICK_SECONDS)
+            self._begin(len(ranks), f"{folder}/door")
+            until = time.monotonic() + _START_SECONDS
+            waiting = {str(rank.rank): rank for rank in ranks}
+            while waiting:
+                self._check()
+                if self.died or time.monotonic() > until:
+                    raise WorldError(self._why(len(waiting), len(ranks)))
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = door.accept()
+                    connection.settimeout(_START_SECONDS)
+                    rank = waiting.pop(connection.recv(64).decode().strip())
+                    rank.process = self._hand_over(connection, rank)
+
+    def _begin(self, n: int, door: str) -> None:
+        self._said = Stream(None, kept=True)
+        self._said.open()
+        self._pump.add(self._said)
+        shim = [sys.executable, "-I", "-S", str(_SHIM), door]
+        command = tethered([self._program, *self._options, "-n", str(n), *shim])
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said.theirs, stderr=self._said.theirs)
+        self._said.started()
+
+    def _hand_over(self, connection: socket.socket, rank: Rank) -> Process:
+        reads = os.open(os.devnull, os.O_RDONLY) if stdin() is not None else os.dup(0)
+        streams = [reads, 1 if rank.out.theirs is None else rank.out.theirs, 2 if rank.err.theirs is None else rank.err.theirs]
+        order = json.dumps({"command": list(rank.command), "variables": dict(rank.variables)})
+        try:
+            socket.send_fds(connection, [b"{"], streams)
+            connection.sendall(f"{order[1:]}\n".encode())
+        finally:
+            os.close(reads)
+        shim = Shimmed(connection, int(connection.recv(64)))
+        self._shims.append(shim)
+        return shim
+
+    @property
+    def died(self) -> bool:
+        """Has mpirun ended though it was not asked to?"""
+        return self._process is not None and self._process.poll() is not None
+
+    def _why(self, missing: int, n: int) -> str:
+        how = f"ended with code {self._process.returncode}" if self._process and self.died else f"had not started them after {_START_SECONDS:g} s"
+        self._pump.settle()
+        words = self._said.tail().decode(errors="replace").strip()
+        return f"{self._program} {how}, with {missing} of {n} ranks missing" + (f". It said:\n{words}" if words else "")
+
+    def close(self) -> None:
+        """Let shims and mpirun end; kill mpirun where it takes long."""
+        for shim in self._shims:
+            shim.close()
+        self._shims.clear()
+        if self._process is not None:
+            try:
+                self._process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+            self._pump.drop(self._said)

@@ -1,0 +1,218 @@
+"""What ranks write, on its way to the launcher's console, to files, or both: in whole lines, and with the last of it kept for the report of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final
+
+__all__ = ["Pump", "Stream", "say", "write"]
+
+STDOUT: Final = 1
+STDERR: Final = 2
+_TICK_SECONDS: Final = 0.05
+_DRAIN_SECONDS: Final = 2.0
+_TAIL_BYTES: Final = 16384
+_writing = threading.Lock()
+
+
+def write(descriptor: int, text: bytes) -> None:
+    """Write all of it, whatever is in the way: nobody may be listening any more, which is no reason to end the ranks."""
+    with _writing, contextlib.suppress(OSError):
+        view = memoryview(text)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
+def say(text: str) -> None:
+    """The launcher's own words, on stderr."""
+    write(STDERR, "".join(f"globaltensor.launch: {line}\n" for line in text.splitlines()).encode(errors="replace"))
+
+
+@dataclass
+class Stream:
+    """A rank's stdout or stderr. ``console``: where it is shown (1, 2), None: nowhere. ``kept``: is the end of it wanted for a report?"""
+
+    console: int | None
+    path: Path | None = None
+    prefix: bytes = b""
+    kept: bool = False
+    ours: int = -1  # our end of the channel, -1 where there is none
+    theirs: int | None = None  # the rank's end; None: the launcher's own
+    said: bytes = b""
+    unfinished: bytes = b""
+    file: IO[bytes] | None = None
+
+    def open(self, again: bool = False) -> None:
+        """Make the channel and the file, if they are wanted. ``again``: a restarted rank writes on where its predecessor ended."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab" if again else "wb", buffering=0)  # noqa: SIM115 - closed in close()
+        if self.console is None and self.file is not None:
+            self.theirs = os.dup(self.file.fileno())
+        elif self.console is None and not self.kept:
+            self.theirs = os.open(os.devnull, os.O_WRONLY)
+        elif self.file is not None or self.kept or self.prefix:
+            self.ours, self.theirs = _channel(self.console)
+
+    def started(self) -> None:
+        """The rank has its end: ours is closed, so that we see when the last of its holders is gone."""
+        if self.theirs is not None:
+            os.close(self.theirs)
+            self.theirs = None
+
+    def take(self, chunk: bytes) -> None:
+        """Pass on what came, as far as it makes whole lines."""
+        self.said = (self.said + chunk)[-_TAIL_BYTES:]
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # the disk is full: the console still gets it
+                self.file.write(chunk)
+        text = self.unfinished + chunk
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self.unfinished = text[cut:]
+        self._show(text[:cut])
+
+    def flush(self, end: bytes = b"") -> None:
+        """Show the start of a line too: it may be a prompt or a progress bar."""
+        if self.unfinished and (end or not self.prefix):
+            self._show(self.unfinished + end)
+            self.unfinished = b""
+
+    def _show(self, text: bytes) -> None:
+        if self.console is not None and text:
+            if self.prefix:
+                text = re.sub(rb"(?m)^(?=.)", lambda _: self.prefix, text)
+            write(self.console, text)
+
+    def tail(self) -> bytes:
+        """The last of what was written."""
+        if self.ours < 0 and not self.said and self.path is not None:
+            with contextlib.suppress(OSError), open(self.path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                return file.read()
+        return self.said
+
+    def close(self) -> None:
+        self.started()
+        if self.ours >= 0:
+            os.close(self.ours)
+            self.ours = -1
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def _channel(console: int | None) -> tuple[int, int]:
+    """(our end, the rank's end): a terminal where the console is one, so that progress bars stay."""
+    if console is not None and sys.platform != "win32" and os.isatty(console):
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+            import termios
+            import tty
+
+            ours, theirs = os.openpty()
+            tty.setraw(theirs)
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8)))
+            return ours, theirs
+    return os.pipe()
+
+
+class Pump:
+    """A thread that passes on what the streams bring, whatever the launcher is busy with: torch's agent sleeps and waits."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell, self._rope = os.pipe()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="globaltensor launcher's output", daemon=True)
+
+    def __enter__(self) -> Pump:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._order(self._end)
+        self._thread.join(2 * _DRAIN_SECONDS)
+        if not self._thread.is_alive():
+            self._selector.close()
+            os.close(self._bell)
+            os.close(self._rope)
+
+    def add(self, stream: Stream) -> None:
+        """Pass on what this stream brings, until the rank's end of it is closed."""
+        if stream.ours >= 0:
+            self._order(lambda: self._selector.register(stream.ours, selectors.EVENT_READ, stream) and None)
+
+    def drop(self, stream: Stream) -> None:
+        """Pass on what this stream has brought, and close it."""
+        self._order(lambda: self._drop(stream))
+
+    def settle(self) -> None:
+        """Return when what has been written so far is passed on; soon, in any case."""
+        done = threading.Event()
+        self._order(self._drain)
+        self._order(done.set)
+        done.wait(2 * _DRAIN_SECONDS)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        # The selector is the thread's alone: what is to be done with it is done there.
+        self._orders.put(order)
+        os.write(self._rope, b".")
+
+    def _run(self) -> None:
+        while self._open:
+            if not self._pass(_TICK_SECONDS):
+                self._flush()
+            while not self._orders.empty():
+                self._orders.get()()
+
+    def _pass(self, seconds: float) -> bool:
+        """One round, waiting at most so long for something to come. False: nothing came."""
+        came = False
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                os.read(key.fd, 1 << 12)
+                continue
+            came = True
+            try:
+                chunk = os.read(key.fd, 1 << 16)
+            except OSError:  # how a terminal says that its other end is closed
+                chunk = b""
+            key.data.take(chunk)
+            if not chunk:
+                self._selector.unregister(key.fd)
+                key.data.flush(b"\n")
+        return came
+
+    def _drain(self) -> None:
+        until = time.monotonic() + _DRAIN_SECONDS
+        while self._pass(0) and time.monotonic() < until:
+            pass
+        self._flush(b"\n")
+
+    def _flush(self, end: bytes = b"") -> None:
+        for key in self._selector.get_map().values():
+            if key.data is not None:
+                key.data.flush(end)
+
+    def _drop(self, stream: Stream) -> None:
+        if stream.ours >= 0 and stream.ours in self._selector.get_map():
+            self._drain()
+            self._selector.unregister(stream.ours)
+        stream.close()
+
+    def _end(self) -> None:
+        self._drain()
+        self._open = False
