@@ -9,7 +9,7 @@ from . import optimizers as _optimizers
 from . import random as _random  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
-from . import comm, distributed, nn, sbp
+from . import comm, distributed, nn, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
 from .dispatch import rule

@@ -24,12 +24,13 @@ def names_of_torch(package: str) -> Callable[[str], Any]:
     theirs = package.replace("globaltensor", "torch", 1)
 
     def get(name: str) -> Any:
-        try:
-            return getattr(importlib.import_module(theirs), name)
-        except AttributeError:
-            pass
-        if not name.startswith("_") and importlib.util.find_spec(f"{theirs}.{name}") is not None:
-            return importlib.import_module(f"{theirs}.{name}")  # a module that torch doesn't load by itself
+        module = importlib.import_module(theirs)
+        if not name.startswith("__"):  # a package's path, its __all__ and the like are its own
+            found = getattr(module, name, module)
+            if found is not module:
+                return found
+            if "__path__" in vars(module) and importlib.util.find_spec(f"{theirs}.{name}") is not None:
+                return importlib.import_module(f"{theirs}.{name}")  # one that torch doesn't load by itself
         raise AttributeError(f"neither {package} nor {theirs} has {name!r}")
 
     return get

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "convert", "random"),
     ("optimizers", "tensor", "local_map", "foreach", "creation", "modules", "show"),
     ("checkpoint", "optim"),
-    ("nn", "graph", "auto", "v0"),
+    ("nn", "utils", "graph", "auto", "v0"),
     ("__init__",),
     ("cli",),
 )

@@ -1,5 +1,6 @@
 """``flow.nn``: torch.nn, and what this library adds to it."""
 
+from . import parallel
 from ..borrowed import names_of_torch as _names_of_torch
 
 __getattr__ = _names_of_torch(__name__)

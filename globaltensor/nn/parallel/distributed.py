@@ -1,0 +1,128 @@
+"""DistributedDataParallel: torch's own, with its C++ reducer, on a world that starts by itself, and with OneFlow's keywords beside torch's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...distributed.groups import start
+from ...errors import GlobalTensorError
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Each rank trains ``module`` on its share of the batch; gradients are averaged over the ranks while backward runs.
+
+    torch's arguments, all of them, and its methods (``no_sync``, ``join``, ``register_comm_hook``, ...). Besides:
+
+    - No ``init_process_group`` is needed.
+    - What the wrapper doesn't have is looked for in the module: ``ddp(model).lr`` is ``model.lr``.
+    - ``state_dict()`` has the module's own keys, without the prefix ``module.``; ``load_state_dict`` takes them with and without it.
+    - ``broadcast_parameters=False``: each rank begins with its own parameters (torch: ``init_sync=False``).
+    - ``bucket_size``: parameters in a bucket, on average, in place of ``bucket_cap_mb``; ``use_bucket=False``: one all-reduce for each parameter.
+    - On machines with several GPUs a module on ``"cuda"`` moves to that of the local rank, which becomes the current one: ``.to("cuda")`` then means that.
+
+    Raises WorldError where the ranks cannot meet, RuntimeError (torch's) where their modules differ.
+    Source: OneFlow's and torch's ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        broadcast_parameters: bool = True,
+        bucket_size: int | None = None,
+        use_bucket: bool = True,
+        **more: Any,
+    ) -> None:
+        start()
+        if not device_ids:
+            _to_own_device(module)
+        if bucket_size is not None or not use_bucket:
+            if bucket_cap_mb is not None:
+                raise GlobalTensorError("DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) both say how large a bucket is: give one")
+            bucket_cap_mb = _megabytes(module, bucket_size if use_bucket else None)
+        if broadcast_buffers is False:
+            more["broadcast_buffers"] = False
+        with warnings.catch_warnings():
+            # torch 2.13 warns of names that it is giving up, and has nothing yet that does the same.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(
+                module, device_ids, output_device, dim, init_sync=init_sync and broadcast_parameters, process_group=process_group, bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters, check_reduction=check_reduction, gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph, **more,
+            )  # fmt: skip
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; keys with and without the prefix ``module.``."""
+        taken = type(state_dict)(state_dict)
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            taken._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()} | metadata
+        return super().load_state_dict(taken, strict, assign)
+
+
+def _megabytes(module: nn.Module, parameters: int | None) -> float:
+    """What torch calls a bucket's size, for this many parameters of average size; None: for each alone."""
+    if parameters is None:
+        return 2.0**-20
+    if parameters < 1:
+        raise GlobalTensorError(f"DistributedDataParallel: bucket_size is the number of parameters in a bucket, at least 1, not {parameters}")
+    sizes = [p.nbytes for p in module.parameters() if p.requires_grad] or [1]
+    return parameters * sum(sizes) / len(sizes) / 2**20
+
+
+def _to_own_device(module: nn.Module) -> None:
+    """Before a world has started, ``.to("cuda")`` means the first GPU on every rank, and two ranks cannot share one under NCCL."""
+    local = start().local_rank
+    if local == 0 or torch.cuda.device_count() <= local or torch.cuda.current_device() != 0:
+        return
+    if {p.device for p in module.parameters()} == {torch.device("cuda", 0)}:
+        torch.cuda.set_device(local)
+        module.to(torch.device("cuda", local))
+
+
+def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """In a state dict just made: ``prefix.module.x`` -> ``prefix.x``."""
+    old = f"{prefix}module."
+    for key in [k for k in state if k.startswith(old)]:
+        state[prefix + key[len(old) :]] = state.pop(key)
+    kept = getattr(state, "_metadata", None)
+    if kept is not None:
+        own = prefix[:-1]
+        for key in [k for k in kept if k == f"{prefix}module" or k.startswith(old)]:
+            kept[own if key == f"{prefix}module" else prefix + key[len(old) :]] = kept.pop(key)
+
+
+def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so already."""
+    known = wrapper.get_submodule("module").state_dict().keys()
+    for key in [k for k in state if k.startswith(prefix) and k[len(prefix) :] in known]:
+        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
