@@ -1,0 +1,198 @@
+"""Collectives as generators of rounds, on contiguous tensors. Each rank reduces its share in rank order, so every rank gets the same bits.
+
+Made of messages rather than MPI's own collectives: those reduce no bfloat16, cannot be given up, and write past the end of a tensor where another rank
+gives a longer one. Measured on two ranks of one host they are no faster either (26 MB: 8.3 ms, these 7.8 ms; 4 KB: the same).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...spec import pieces
+from .messages import Round, Team
+from .reduction import Reduction
+from .work import Steps
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+#: Up to this many bytes an all-reduce gathers all and adds locally, in as few rounds as a message takes to reach all.
+_SMALL: Final = 1 << 15
+#: Of a reduction's bytes so many are on their way at once: they are added while they are still in the cache.
+_CACHED: Final = 1 << 19
+#: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many rounds as their number has bits.
+_FEW: Final = 4
+
+
+def barrier(team: Team, tag: int) -> Steps:
+    """Over when all have started it."""
+    none, step = torch.empty(0, dtype=torch.uint8), 1
+    while step < team.size:
+        at = Round(team, tag)
+        at.send(none, (team.index + step) % team.size)
+        at.receive(none, (team.index - step) % team.size)
+        yield at
+        step *= 2
+
+
+def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
+    """``t`` of the rank at index ``root`` into everyone's."""
+    size, place = team.size, (team.index - root) % team.size
+    if size <= _FEW:
+        here = Round(team, tag)
+        if place:
+            here.receive(t, root)
+        for other in range(1, size) if not place else ():
+            here.send(t, (root + other) % size)
+        yield here
+        return
+    # A tree: the rank at place 0b1xx has it from 0b0xx, and gives it to those that have one more bit.
+    reach = 1 << (size - 1).bit_length()
+    if place:
+        lowest = 1 << place.bit_length() - 1
+        came = Round(team, tag)
+        came.receive(t, (root + place - lowest) % size)
+        yield came
+    passed = Round(team, tag)
+    step = 1 << place.bit_length()
+    while step < reach:
+        if place + step < size:
+            passed.send(t, (root + place + step) % size)
+        step *= 2
+    yield passed
+
+
+def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+    """Everyone's ``mine`` into everyone's ``parts``. The own part may be ``mine`` itself."""
+    here = Round(team, tag)
+    for other in _others(team):
+        here.send(mine, other)
+    for other in _others(team):
+        here.receive(parts[other], other)
+    _copy(mine, parts[team.index])
+    yield here
+
+
+def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+    """``sends[i]`` to the rank at index i, from which ``parts[i]`` comes."""
+    here = Round(team, tag)
+    for other in _others(team):
+        here.send(sends[other], other)
+    for other in _others(team):
+        here.receive(parts[other], other)
+    _copy(sends[team.index], parts[team.index])
+    yield here
+
+
+def gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
+    """Everyone's ``mine`` into ``parts`` of the rank at index ``root``."""
+    here = Round(team, tag)
+    if parts is None:
+        here.send(mine, root)
+    else:
+        for other in _others(team):
+            here.receive(parts[other], other)
+        _copy(mine, parts[team.index])
+    yield here
+
+
+def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, root: int) -> Steps:
+    """``parts[i]`` of the rank at index ``root`` into ``mine`` of that at i."""
+    here = Round(team, tag)
+    if parts is None:
+        here.receive(mine, root)
+    else:
+        for other in _others(team):
+            here.send(parts[other], other)
+        _copy(parts[team.index], mine)
+    yield here
+
+
+def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    """The reduction of everyone's ``t``, in place."""
+    if team.size == 1:
+        fold([t], t)
+    elif t.nbytes <= _SMALL:
+        yield from _all_reduce_small(team, tag, t, fold)
+    else:
+        chunks = _chunks(t, team.size)
+        mine = chunks[team.index]
+        yield from reduce_scatter(team, tag, chunks, mine, fold)
+        yield from all_gather(team, tag, mine, chunks)
+
+
+def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    if team.size <= _FEW:
+        parts = [t if i == team.index else torch.empty_like(t) for i in range(team.size)]
+        yield from all_gather(team, tag, t, parts)
+    else:
+        # Rows of ranks index, index + 1, ...: each round doubles how many a rank has.
+        rows, have = t.new_empty((team.size, t.numel())), 1
+        rows[0].copy_(t.view(-1))
+        while have < team.size:
+            more = min(have, team.size - have)
+            here = Round(team, tag)
+            here.send(rows[:more], (team.index - have) % team.size)
+            here.receive(rows[have : have + more], (team.index + have) % team.size)
+            yield here
+            have += more
+        parts = [rows[(i - team.index) % team.size].view(t.shape) for i in range(team.size)]
+    fold(parts, t)
+
+
+def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, fold: Reduction) -> Steps:
+    """The reduction of everyone's ``chunks[i]`` into ``out`` of the rank at index i; ``out`` may be the own chunk."""
+    me, mine = team.index, chunks[team.index].view(-1)
+    if team.size == 1:
+        fold([mine], out.view(-1))
+        return
+    length = max(1, _CACHED // max(1, mine.itemsize * (team.size - 1)))
+    memory = mine.new_empty((team.size - 1, min(length, mine.numel())))
+    flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
+    # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
+    for at in range(0, max(1, *(chunk.numel() for chunk in flat)), length):
+        here, rows = Round(team, tag), iter(memory)
+        for other in _others(team):
+            if at < max(1, flat[other].numel()):
+                here.send(flat[other][at : at + length], other)
+        own = mine[at : at + length]
+        parts = [own if i == me else next(rows)[: own.numel()] for i in range(team.size)]
+        if at < max(1, mine.numel()):
+            for other in _others(team):
+                here.receive(parts[other], other)
+        yield here
+        if own.numel():
+            fold(parts, total[at : at + length])
+
+
+def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
+    """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are left as they are."""
+    at_root = team.index == root
+    if t.nbytes <= _SMALL or team.size == 1:
+        parts = [t if i == root else torch.empty_like(t) for i in range(team.size)] if at_root else None
+        yield from gather(team, tag, t, parts, root)
+        if parts is not None:
+            fold(parts, t)
+        return
+    chunks = _chunks(t, team.size)
+    mine = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
+    yield from reduce_scatter(team, tag, chunks, mine, fold)
+    yield from gather(team, tag, mine, chunks if at_root else None, root)
+
+
+def _chunks(t: Tensor, n: int) -> list[Tensor]:
+    """Nearly equal shares of the elements, one for each rank."""
+    return list(t.view(-1).split_with_sizes([length for _, length in pieces(t.numel(), n)]))
+
+
+def _others(team: Team) -> Iterator[int]:
+    """The indexes of the other ranks, each rank beginning with its next: not all send to the first at once."""
+    return ((team.index + step) % team.size for step in range(1, team.size))
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source.view(target.shape))

@@ -1,0 +1,201 @@
+"""A round: messages to and from some ranks, under way together. Nothing here waits.
+
+A message is received only once it is there and its length is known to be right: Open MPI 5 writes past the end of a receive that was posted for fewer
+bytes than a long message brings (seen with 5.0.11 between processes of one host).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from ...errors import WorldError
+from .library import Library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Inbox", "Round", "Team"]
+
+#: MPI counts bytes with 32 bits: longer messages go in pieces.
+_PIECE: Final = 1 << 30
+
+
+class Team:
+    """Ranks that send each other messages: ``members`` of an MPI communicator, in order, and this rank's ``index`` among them."""
+
+    __slots__ = ("comm", "index", "library", "members", "names", "size")
+
+    def __init__(self, library: Library, comm: MPI.Intracomm, members: Sequence[int], names: Sequence[int], index: int) -> None:
+        self.library, self.comm, self.members, self.names, self.index, self.size = library, comm, members, names, index, len(members)
+
+    def part(self, chosen: Sequence[int]) -> Team:
+        """Some of these ranks, by their indexes; this one must be among them."""
+        members, names = [self.members[i] for i in chosen], [self.names[i] for i in chosen]
+        return Team(self.library, self.comm, members, names, chosen.index(self.index))
+
+
+def pieces(t: Tensor) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of a contiguous tensor, in pieces that MPI can count; one of no bytes for an empty tensor."""
+    at, left = t.data_ptr(), t.nbytes
+    while left > _PIECE:
+        yield at, _PIECE
+        at, left = at + _PIECE, left - _PIECE
+    yield at, left
+
+
+def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want: int, source: int) -> MPI.Request:
+    """Start receiving a message that is there. Raises WorldError where its length is another; it is swallowed then, so that its sender can go on."""
+    api = team.library.api
+    got = status.Get_count(api.BYTE)
+    if got == want:
+        return message.Irecv(api.buffer.fromaddress(at, want))
+    waste = torch.empty(max(0, got), dtype=torch.uint8)
+    message.Recv(api.buffer.fromaddress(waste.data_ptr(), waste.nbytes))
+    raise WorldError(f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give tensors of different sizes, or do different things")
+
+
+class Round:
+    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the round is finished."""
+
+    __slots__ = ("_arriving", "_kept", "_requests", "_status", "_tag", "_team")
+
+    def __init__(self, team: Team, tag: int) -> None:
+        self._team, self._tag = team, tag
+        self._requests: list[MPI.Request] = []
+        self._arriving: list[tuple[int, int, int]] = []
+        self._kept: list[Tensor] = []
+        self._status = team.library.api.Status()
+
+    def send(self, t: Tensor, to: int) -> None:
+        """Start sending to the rank at this index of the team."""
+        team = self._team
+        if t.is_cuda:
+            torch.cuda.current_stream(t.device).synchronize()  # MPI knows nothing of kernels that are queued
+        memory, rank = team.library.api.buffer.fromaddress, team.members[to]
+        self._kept.append(t)
+        for at, nbytes in pieces(t):
+            self._requests.append(team.comm.Isend(memory(at, nbytes), rank, self._tag))
+
+    def receive(self, t: Tensor, source: int) -> None:
+        """Take what comes from the rank at this index of the team."""
+        self._kept.append(t)
+        self._arriving += [(source, at, nbytes) for at, nbytes in pieces(t)]
+
+    def finished(self) -> bool:
+        """Go on as far as that is possible without waiting -> whether all messages are through. Raises WorldError for one of another length."""
+        if self._arriving and not self._all_came():
+            return False
+        return not self._requests or self._team.library.api.Request.Testall(self._requests)
+
+    def _all_came(self) -> bool:
+        team, status, tag = self._team, self._status, self._tag
+        probe, members = team.comm.Improbe, team.members
+        missing: list[tuple[int, int, int]] = []
+        silent: list[int] = []  # of the pieces from one rank the first must come first
+        for entry in self._arriving:
+            source, at, want = entry
+            message = None if source in silent else probe(members[source], tag, status)
+            if message is None:
+                missing.append(entry)
+                silent.append(source)
+            else:
+                self._requests.append(receive(team, message, status, at, want, source))
+        self._arriving = missing
+        return not missing
+
+    def awaited(self) -> list[int]:
+        """The ranks, by their names, whose messages have not come yet."""
+        return sorted({self._team.names[entry[0]] for entry in self._arriving})
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self._arriving = []
+        self._team.library.abandon(self._requests, self._kept)
+
+
+class Inbox:
+    """The messages that single ranks send each other in one group. Receives take them in the order in which they were asked for."""
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.lock = team, threading.Lock()
+        self._lines: dict[int, list[Letter]] = {}  # by tag
+
+    def ask(self, letter: Letter) -> None:
+        """Stand in line for a message."""
+        with self.lock:
+            self._lines.setdefault(letter.tag, []).append(letter)
+
+    def leave(self, letter: Letter) -> None:
+        """Stand in line no longer. The lock is held."""
+        line = self._lines.get(letter.tag, [])
+        if letter in line:
+            line.remove(letter)
+        if not line:
+            self._lines.pop(letter.tag, None)
+
+    def look(self, letter: Letter, status: MPI.Status) -> MPI.Message | None:
+        """The message for this letter, if it has come: none that another, asked for earlier, must have. The lock is held."""
+        line = self._lines[letter.tag]
+        earlier = {other.source for other in line[: line.index(letter)]} if line[0] is not letter else set()
+        if None in earlier or (letter.source is None and not earlier):
+            return None if earlier else self._probe(self.team.library.api.ANY_SOURCE, letter.tag, status)
+        wanted = range(self.team.size) if letter.source is None else [letter.source]
+        for source in wanted:
+            message = None if source in earlier else self._probe(self.team.members[source], letter.tag, status)
+            if message is not None:
+                return message
+        return None
+
+    def _probe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message | None:
+        return self.team.comm.Improbe(source, tag, status)
+
+
+class Letter:
+    """One receive of an inbox, driven as a round is. ``source``: the index of the rank it comes from; None until it is known, where any rank will do."""
+
+    __slots__ = ("_inbox", "_pieces", "_requests", "_status", "_t", "source", "tag")
+
+    def __init__(self, inbox: Inbox, t: Tensor, source: int | None, tag: int) -> None:
+        self._inbox, self._t, self.source, self.tag = inbox, t, source, tag
+        self._requests: list[MPI.Request] = []
+        self._pieces = list(pieces(t))
+        self._status = inbox.team.library.api.Status()
+        inbox.ask(self)
+
+    def finished(self) -> bool:
+        """As for a round."""
+        if self._pieces:
+            with self._inbox.lock:
+                while self._pieces and self._take():
+                    pass
+                if self._pieces:
+                    return False
+                self._inbox.leave(self)
+        return bool(self._inbox.team.library.api.Request.Testall(self._requests))
+
+    def _take(self) -> bool:
+        message = self._inbox.look(self, self._status)
+        if message is None:
+            return False
+        team, (at, want) = self._inbox.team, self._pieces.pop(0)
+        if self.source is None:
+            self.source = team.members.index(self._status.source)  # the other pieces are from the same rank
+        self._requests.append(receive(team, message, self._status, at, want, self.source))
+        return True
+
+    def awaited(self) -> list[int]:
+        """As for a round."""
+        names = self._inbox.team.names
+        return [] if not self._pieces else [n for n in names if n != names[self._inbox.team.index]] if self.source is None else [names[self.source]]
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        with self._inbox.lock:
+            self._inbox.leave(self)
+        self._pieces = []
+        self._inbox.team.library.abandon(self._requests, [self._t])
