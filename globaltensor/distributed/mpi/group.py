@@ -37,7 +37,7 @@ class MpiGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one that Python subclasses can be made with
         self._store, self._timeout, self._title = store, timeout, name
         self._names = list(ranks) or list(range(size))
         self._library = lib = library()
@@ -55,7 +55,7 @@ class MpiGroup(dist.ProcessGroup):
         self._team = Team(lib, comm, members, self._names, rank)
         self._inbox = Inbox(Team(lib, letters, members, self._names, rank))
         self._tags, self._together = itertools.count(), None
-        self._alive = True
+        self._alive, self._description = True, ""
 
     _together: list[Operation] | None
 
@@ -88,6 +88,21 @@ class MpiGroup(dist.ProcessGroup):
 
     def name(self) -> str:
         return "mpi"
+
+    @property
+    def group_name(self) -> str:
+        return self._title
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    # torch keeps both with the backends of a group; this one is its own.
+    def _set_group_name(self, name: str) -> None:
+        self._title = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
 
     def _get_backend_name(self) -> str:
         return "mpi"
