@@ -118,7 +118,9 @@ class OpenMPI(Environment):
         # Open MPI 4 tells where mpirun runs, which is where it puts rank 0 unless told otherwise: "jobid.0;tcp://10.0.0.1,10.1.0.1:1234"
         uri = re.search(r"://([^,:;]+)", self.text("OMPI_MCA_orte_hnp_uri"))
         rank, world = self.number("OMPI_COMM_WORLD_RANK"), self.number("OMPI_COMM_WORLD_SIZE")
-        return self.place(rank, world, self.number("OMPI_COMM_WORLD_LOCAL_RANK"), local_world, addr=uri[1] if uri else "", job=job)
+        # Open MPI 5 numbers the ranks of a node by the cores it binds them to, so not in their order; on one node that serves nobody.
+        local = rank if local_world == world else self.number("OMPI_COMM_WORLD_LOCAL_RANK")
+        return self.place(rank, world, local, local_world, addr=uri[1] if uri else "", job=job)
 
 
 class Hydra(Environment):
