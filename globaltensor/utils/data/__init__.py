@@ -1,6 +1,7 @@
 """``flow.utils.data``: data for many ranks; everything else is torch.utils.data's."""
 
 from ...borrowed import names_of_torch as _names_of_torch
+from .loader import GlobalDataLoader
 from .sampler import DistributedSampler
 
 __getattr__ = _names_of_torch(__name__)

@@ -1,0 +1,43 @@
+"""Batches on their way to a device, one ahead of the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...plans import replaced, tensors_in
+
+__all__ = ["on_device"]
+
+
+def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The batches with their tensors on ``device``. To CUDA each is copied on a stream of its own while the one before it is used."""
+    if device.type == "cuda":
+        return _ahead(batches, device)
+    return batches if device.type == "cpu" else (_moved(batch, device) for batch in batches)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return replaced(batch, iter([t.to(device, non_blocking=True) for t in tensors_in(batch, [])]))
+
+
+def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    stream = torch.cuda.Stream(device)
+    waiting: list[tuple[Any, torch.cuda.Event]] = []
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            waiting.append((_moved(batch, device), stream.record_event()))
+        if len(waiting) > 1:
+            yield _ready(*waiting.pop(0), device)
+    for moved, event in waiting:
+        yield _ready(moved, event, device)
+
+
+def _ready(moved: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+    for t in tensors_in(moved, []):
+        t.record_stream(current)  # its memory is the current stream's from now on
+    return moved
