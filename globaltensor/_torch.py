@@ -23,6 +23,21 @@ def is_kernel(func: object) -> bool:
     """Whether a function is an operator of the dispatcher (``torch.ops...``), below the function level."""
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
+
+def twin_of_kernel(kernel: Any) -> Any:
+    """The function of torch with a kernel's name and arguments: torch's functions are generated from the kernels. None where there is none."""
+    full = kernel._qualified_op_name if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel.name()
+    space, _, name = full.partition("::")
+    name = name.split(".")[0]
+    found = (getattr(where, name, None) for where in (torch, torch.Tensor, torch._C._nn))
+    return next(filter(None, found), None) if space == "aten" else None
+
+
+def kernel_writes(kernel: Any) -> bool:
+    """Whether a kernel writes into one of its arguments. A name without its overload tells by its ending."""
+    return kernel.__name__.endswith("_") if isinstance(kernel, torch._ops.OpOverloadPacket) else bool(kernel._schema.is_mutable)
+
+
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 

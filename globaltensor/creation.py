@@ -326,9 +326,9 @@ def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
     return lambda func, args, kwargs: make(name, args[0], args[1:], kwargs)
 
 
-#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's.
+#: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's; ``linspace`` between tensors has a rule.
 HANDLERS: dict[Any, Handler] = {
-    **{getattr(torch, n): _out for n in MAKE if n not in ("tensor", "as_tensor", "normal")},
+    **{getattr(torch, n): _out for n in MAKE if n not in ("tensor", "as_tensor", "normal", "linspace", "logspace")},
     **{getattr(torch, n): _handler(_like, n) for n in LIKES},
     **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
     **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),

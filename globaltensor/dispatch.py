@@ -157,15 +157,17 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
 
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
-    if _torch.is_kernel(func):
-        raise KernelError(kernel_message(f"the kernel {func}"))
+    rule = RULES.get(func)
+    if rule is None and _torch.is_kernel(func):
+        rule = RULES.get(_torch.twin_of_kernel(func))
+        if _torch.kernel_writes(func) and (rule is None or not rule.inplace):
+            raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
     if kwargs.get("out") is not None:
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
-    rule = RULES.get(func)
     specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
     if rule is None:
         return _unruled(func, specs, args, kwargs)
@@ -278,7 +280,7 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
         _WARNED.add(name)
         warnings.warn(
             f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say how it splits with "
-            f"globaltensor.rule({name!r}, notation), or run it on local parts with globaltensor.local_map",
+            f"globaltensor.rule({f'torch.ops.{func}' if _torch.is_kernel(func) else repr(name)}, notation), or run it on local parts with globaltensor.local_map",
             FallbackWarning,
             stacklevel=5,
         )

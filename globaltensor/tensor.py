@@ -343,6 +343,23 @@ def retain_grad(self: GlobalTensor) -> None:
     self._local.retain_grad()
 
 
+def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
+    """Only to the shape it has: raises InplaceError for another."""
+    wanted = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if wanted != self.shape:
+        raise InplaceError(
+            f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use one storage for another shape, but a global tensor has one "
+            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, x.new_empty(...) where not"
+        )
+    return self
+
+
+def is_nonzero(self: GlobalTensor) -> bool:
+    if self.numel() != 1:
+        raise RuntimeError(f"Boolean value of a tensor of shape {list(self.shape)} is ambiguous: it must have one element")
+    return bool(full(self))
+
+
 def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> GlobalTensor:
     if local.numel() or spec.placement.type != "cpu":
         local = local.to(world().device(spec.placement.type))
@@ -383,7 +400,8 @@ METHODS: dict[str, Any] = {
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
     "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": autograd.tensor_backward, "register_hook": autograd.register_hook,
     "register_post_accumulate_grad_hook": autograd.register_post_accumulate_grad_hook,
-    "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
+    "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
+    "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
     "grad": property(autograd.get_grad, autograd.set_grad, lambda self: autograd.set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),

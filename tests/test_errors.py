@@ -349,7 +349,7 @@ def custom_function_that_calls_a_kernel() -> None:
 
 @row(errors.KernelError, "aten", "globaltensor.local_map")
 def a_kernel() -> None:
-    torch.ops.aten.add.Tensor(ones(), ones())
+    torch.ops.aten.add.out(ones(), ones(), out=ones())
 
 
 @row(errors.KernelError, "use_reentrant=False")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .notation import Arg, Op, Split, align
-from .registry import rule
+from .registry import RULES, rule
 from .views import each_spelling, identity
 
 __all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
@@ -69,7 +69,7 @@ def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = Fal
 def _index_select(op: Op, input: Arg, dim: int, index: Arg) -> None:
     d = input.dim(dim)
     op.set(input, [("x", k) for k in range(input.ndim)])
-    op.set(index, ["k"] * index.ndim)
+    op.set(index, ["k" if input.ndim else None] * index.ndim)
     op.out = [tuple((("k" if index.ndim else None) if k == d else ("x", k)) for k in range(input.ndim))]
     op.reduce = {("x", d): picks(input)} if input.ndim else {}
     op.linear, op.carries = [frozenset([input.index])], True
@@ -339,3 +339,14 @@ def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> No
 @rule(["nonzero", "argwhere", "masked_select", "bincount", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
 def _depends_on_data(op: Op, *args: Any, **kwargs: Any) -> None:
     op.whole_call = True
+
+
+_choice_by_mask = RULES[torch.where].describe
+
+
+@rule("where", scalars=True)
+def _where(op: Op, *args: Any, **kwargs: Any) -> None:
+    if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
+        op.composite = lambda condition: condition.nonzero(as_tuple=True)
+    else:
+        _choice_by_mask(op, *args, **kwargs)

@@ -223,6 +223,9 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     """Several results that cut ``x`` along one dim; the cut dim stays whole."""
 
     def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
+            op.composite = lambda input, *args, **kwargs: getattr(input, name)(*map(_number, args), **{k: _number(a) for k, a in kwargs.items()})
+            return
         results = on_meta(input, name, args, kwargs)
         d = dim_of(input, *args, **kwargs)
         op.set(input, [None if k == d else k for k in range(input.ndim)])
@@ -234,9 +237,11 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     return describe
 
 
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def _dim_after(x: Arg, sizes: Any = None, dim: int = 0, **kwargs: Any) -> int:
-    if isinstance(sizes, Arg):
-        raise TypeError("the places to cut are data")
     return x.dim(dim)
 
 
