@@ -278,9 +278,10 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
         raise inplace_error(name, specs[0])
     if name not in _WARNED:
         _WARNED.add(name)
+        target = f"torch.ops.{func}" if _torch.is_kernel(func) else repr(name)
         warnings.warn(
             f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say how it splits with "
-            f"globaltensor.rule({f'torch.ops.{func}' if _torch.is_kernel(func) else repr(name)}, notation), or run it on local parts with globaltensor.local_map",
+            f"globaltensor.rule({target}, notation), or run it on local parts with globaltensor.local_map",
             FallbackWarning,
             stacklevel=5,
         )
