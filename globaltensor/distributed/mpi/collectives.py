@@ -19,10 +19,10 @@ from .work import Steps
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 
-#: Up to this many bytes an all-reduce gathers all and adds locally, in as few rounds as a message takes to reach all.
-_SMALL: Final = 1 << 15
+#: Where a rank would get up to so many bytes, a reduction gathers all and adds locally: in one round, which a busy machine delays once and not twice.
+_SMALL: Final = 1 << 18
 #: Of a reduction's bytes so many are on their way at once: they are added while they are still in the cache.
-_CACHED: Final = 1 << 19
+_CACHED: Final = 1 << 22
 #: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many rounds as their number has bits.
 _FEW: Final = 4
 
@@ -115,7 +115,7 @@ def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     """The reduction of everyone's ``t``, in place."""
     if team.size == 1:
         fold([t], t)
-    elif t.nbytes <= _SMALL:
+    elif t.nbytes * (team.size - 1) <= _SMALL:
         yield from _all_reduce_small(team, tag, t, fold)
     else:
         chunks = _chunks(t, team.size)
@@ -171,7 +171,7 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
 def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
     """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are left as they are."""
     at_root = team.index == root
-    if t.nbytes <= _SMALL or team.size == 1:
+    if t.nbytes * (team.size - 1) <= _SMALL or team.size == 1:
         parts = [t if i == root else torch.empty_like(t) for i in range(team.size)] if at_root else None
         yield from gather(team, tag, t, parts, root)
         if parts is not None:

@@ -229,9 +229,7 @@ class MpiGroup(dist.ProcessGroup):
         return collectives.reduce_scatter(self._team, self._tag(), chunks, memory.write(out), fold)
 
     def _fold(self, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
-        if isinstance(opts, dist.ReduceOp.RedOpType):
-            opts = dist.ReduceOp(opts)
-        op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts if isinstance(opts, dist.ReduceOp) else opts.reduceOp
+        op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
         return reduction(op, tensors[0].dtype, self._team.size)
 
     # Moves
@@ -387,7 +385,7 @@ def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
 
 def _options(opts: Any) -> Any:
     """The options, where they are some: groups can also be called with a reduction or a root in their place."""
-    return None if isinstance(opts, int | dist.ReduceOp | dist.ReduceOp.RedOpType) else opts
+    return opts if hasattr(opts, "timeout") else None
 
 
 def _told(title: str, tensors: Sequence[Tensor]) -> str:

@@ -49,7 +49,7 @@ class Reduction:
     __slots__ = ("_divide", "_fold", "_unsigned", "_wider", "factor", "name")
 
     def __init__(self, op: Any, dtype: torch.dtype, size: int) -> None:
-        name = self.name = op.op.name
+        name = self.name = getattr(op, "op", op).name
         self.factor: float | Tensor | None = op.__getstate__()[1] if name == "PREMUL_SUM" else None
         folds = _FOLD_BOOL if dtype is torch.bool else _FOLD
         self._refuse(name, dtype, folds)
@@ -115,11 +115,10 @@ _known: dict[tuple[int, torch.dtype, int], Reduction] = {}
 
 def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
     """The reduction that torch calls ``op``. Raises WorldError where it makes no sense for the dtype."""
-    kind = op.op
-    if kind.name == "PREMUL_SUM":  # its factor is the caller's
-        return Reduction(op, dtype, size)
-    key = (int(kind), dtype, size)
+    key = (int(getattr(op, "op", op)), dtype, size)
     found = _known.get(key)
     if found is None:
-        found = _known[key] = Reduction(op, dtype, size)
+        found = Reduction(op, dtype, size)
+        if found.factor is None:  # that one is the caller's
+            _known[key] = found
     return found

@@ -30,6 +30,8 @@ _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so 
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _SHORT_NAP: Final = 20e-6
 _LONG_NAP: Final = 1e-3
+_TAKEN: Final = 100e-6  # seconds for which the core was gone when it was offered: more threads than cores want to run
+_CROWDED: Final = 0.1  # seconds for which that is believed: waits are naps then, after which a thread is let in before those that never rest
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
@@ -48,6 +50,12 @@ class Step(Protocol):
 Steps = Generator[Step, None, None]
 
 
+class _Cores:
+    """Whether there are enough of them, as far as this process has noticed."""
+
+    crowded_until = 0.0
+
+
 class Operation(dist.Work):
     """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors, filled once it is over."""
 
@@ -60,7 +68,7 @@ class Operation(dist.Work):
         self._lock = library.one_at_a_time or threading.Lock()
         self._step: Step | None = None
         self._last: Step | None = None
-        self._inference = any(t.is_inference() for t in outputs)
+        self._inference = bool(outputs) and outputs[0].is_inference()
         self._started = time.perf_counter()
         self._future: Future[Any] | None = None
         self._told = False
@@ -117,16 +125,16 @@ class Operation(dist.Work):
         while not self.advance():
             now = time.perf_counter()
             waited = now - began
-            if waited < _SPIN:
-                continue
-            if waited < _YIELD:
-                os.sched_yield()
+            if waited < _YIELD and now > _Cores.crowded_until:
+                if waited > _SPIN:
+                    os.sched_yield()
+                    _Cores.crowded_until = now + _CROWDED if time.perf_counter() - now > _TAKEN else 0.0
                 continue
             if limit is not None and waited > limit:
                 self.overdue(waited, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
-            time.sleep(min(_SHARE * waited, _LONG_NAP))
+            time.sleep(min(max(_SHARE * waited, _SHORT_NAP), _LONG_NAP))
 
     def tell(self) -> None:
         """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
