@@ -14,6 +14,17 @@ import torch.distributed
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+#: Whether autocast is on for any device type: asked at every call, and one question is cheaper than one for each type.
+any_autocast = torch._C._is_any_autocast_enabled
+
+
+def fake_tensors() -> Any:
+    """A mode in which tensors have a device but no memory. Autocast sees them, and does not see meta tensors, to which torch has public ways."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def queue_backward_callback(function: Any) -> None:
     """Run ``function`` when the backward pass under way ends: torch's own reducers finish their buckets so; there is no public hook."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

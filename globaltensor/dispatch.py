@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -30,6 +31,7 @@ HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 _MOST = 1 << 13  # plans kept; beyond that all are forgotten
 _make = _torch.make_wrapper
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = _torch.any_autocast
 _Size = torch.Size
 _NUMBERS = frozenset((int, float, bool))
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -54,7 +56,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler(func, args, kwargs or {})
-    key: list[Any] = [func]
+    key: list[Any] = [func] if not _any_autocast() else [func, _autocast()]
     for a in args:
         t = type(a)
         if t is GlobalTensor:
@@ -118,6 +120,10 @@ def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[
 
 
 GlobalTensor.__torch_function__ = classmethod(call)  # type: ignore[assignment]
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(kind))
 
 
 def _key(a: Any, free: bool) -> Any:
@@ -235,9 +241,10 @@ def _freeze(
 
 def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
-    these = iter([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
+    cast = _torch.any_autocast()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
+            these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))
     except RuntimeError as error:

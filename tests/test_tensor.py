@@ -681,13 +681,28 @@ def test_torch_functions() -> None:
         same(x * 2, 2 * full(x))
 
 
-@pytest.mark.xfail(strict=True, reason="the meta run that plans a call does not see autocast, so the result is called float32 while its parts are bfloat16")
-def test_autocast() -> None:
-    def run() -> None:
-        x, w = spread(values(4, 3).float(), S(0)), spread(values(3, 2).float(), B)
+@pytest.mark.parametrize("w_sbp", [B, S(0), S(1), P])
+def test_autocast(w_sbp: Any) -> None:
+    x, w, target = values(4, 3).float(), values(3, 2).float(), torch.tensor([0, 1, 1, -100])
+
+    def loss(x: Any, w: Any, target: Any) -> Any:
+        y = x @ w
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = x @ w
-        assert y.dtype == y.to_local().dtype == torch.bfloat16
+            low = x @ w
+            assert low.dtype == (low.to_local().dtype if low.is_global else low.dtype) == torch.bfloat16
+            assert F.layer_norm(x, (3,)).dtype == torch.float32
+            loss = F.cross_entropy(low, target)
+            assert loss.dtype == torch.float32
+        assert (x @ w).dtype == y.dtype == torch.float32
+        return loss
+
+    def run() -> None:
+        ours, plain = spread(w, w_sbp).requires_grad_(), w.clone().requires_grad_()
+        got, want = loss(spread(x, S(0)), ours, spread(target, S(0))), loss(x, plain, target)
+        got.backward()
+        want.backward()
+        assert torch.allclose(full(got), want, rtol=2e-2), (full(got), want)
+        assert torch.allclose(full(ours.grad), plain.grad, atol=2e-2)
 
     simulate(2, run)
 
