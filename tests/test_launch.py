@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,21 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.launched import Launched, alive, end, nobody_left, within, write_script
 
 from globaltensor.cli import doctor
 from globaltensor.distributed.launch import main, reserved_port
 from globaltensor.errors import WorldError
 
-PREAMBLE = """
-import json, os, signal, sys, time
-from pathlib import Path
-rank, folder = int(os.environ["RANK"]), Path(os.environ["TEST_FOLDER"])
-def sleep():
-    (folder / f"here.{rank}").touch()
-    while len(list(folder.glob("here.*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-    time.sleep(100)
-"""
 TELL = '(folder / f"told.{rank}").write_text(json.dumps({"arguments": sys.argv[1:], **os.environ}))'
 ONE_FAILS = """
 if rank == 1:
@@ -40,35 +30,8 @@ sleep()
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Writes a script, whose processes are gone afterwards."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-
-    def write(body: str) -> str:
-        (tmp_path / "script.py").write_text(PREAMBLE + body)
-        return str(tmp_path / "script.py")
-
-    yield write
-    for pid in alive(tmp_path):
-        os.kill(pid, signal.SIGKILL)
-
-
-def alive(folder: Path) -> list[int]:
-    """The processes that this folder's script runs in, and their launcher."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(entry.name) != os.getpid() and f"TEST_FOLDER={folder}\0" in (entry / "environ").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def within(seconds: float, condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+    yield lambda body: write_script(tmp_path, body)
+    end(tmp_path)
 
 
 def told(folder: Path, n: int) -> list[dict[str, str]]:
@@ -163,19 +126,14 @@ def test_ranks_that_ignore_the_request_to_end(script: Callable[[str], str], tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_the_launchers_end_is_the_ranks_end(number: signal.Signals, script: Callable[[str], str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2", script("sleep()")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
-        assert within(60, lambda: len(list(tmp_path.glob("here.*"))) == 2)
-        launcher.send_signal(number)
-        assert launcher.stderr is not None
-        said = launcher.stderr.read()
-        code = launcher.wait(20)
-    assert within(10, lambda: not alive(tmp_path))
-    if number == signal.SIGKILL:
-        assert code == -signal.SIGKILL
-    else:
-        assert code == 128 + number
-        assert f"{number.name} received: ended 2 ranks" in said
+    path = script("import subprocess\nsubprocess.Popen(['sleep', '100'])\nsleep()")
+    with Launched(tmp_path, "--nproc_per_node", 2, path) as launcher:
+        launcher.wait_for("here.*", 2)
+        launcher.process.send_signal(number)
+        assert launcher.code(20) == 128 + number
+        assert nobody_left(tmp_path)
+        if number != signal.SIGKILL:
+            launcher.says(f"{number.name} received: ended 2 ranks")
 
 
 def test_a_reserved_port_is_nobody_elses() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from .mpirun import Mpirun
 from .nodes import FixedNodes, TCPStore, Watch, serve
 from .streams import STDERR, STDOUT, Pump, Stream, say
-from .supervise import Rank, Team, signal_name, start_here
+from .supervise import Keeper, Rank, Team, signal_name, start_here
 
 __all__ = ["NodeAgent", "Signals"]
 
@@ -86,16 +86,18 @@ class NodeAgent(SimpleElasticAgent):
         grace: float,
         beat: tuple[float, int],
         pump: Pump,
+        keeper: Keeper,
         signals: Signals,
     ) -> None:
         super().__init__(spec)
         self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = command, variables, logs, prefix, grace, beat
-        self._pump, self._signals = pump, signals
+        self._pump, self._keeper, self._signals = pump, keeper, signals
         self._mpirun = Mpirun(pump, signals.check) if mpi else None
         self._team: Team | None = None
         self._watch: Watch | None = None
         self._server: TCPStore | None = None  # where the ranks meet, if this node serves it
         self._done = False
+        self._starts = 0  # restarts, and changes in the number of nodes
         self.code = 0
 
     # What torch's agent asks for
@@ -103,13 +105,13 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.check()
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        ranks = self._ranks(worker_group, restarts)
-        self._team = Team(ranks, self._pump, self._mpirun.start if self._mpirun else start_here)
-        self._team.start(again=restarts > 0)
+        where, met = self._meeting_point(worker_group), _met(worker_group)
+        ranks = self._ranks(worker_group, where, restarts)
+        self._team = Team(ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here)
+        self._team.start(again=self._starts > 1)
         self._done = False
-        if _met(worker_group).group_world_size > 1:
-            met = _met(worker_group)
-            self._watch = Watch(met.store, met.group_rank, met.group_world_size, *self._beat, self._line(worker_group))
+        if met.group_world_size > 1:
+            self._watch = Watch(met.store, met.group_rank, met.group_world_size, *self._beat, where)
         return {rank.local_rank: rank.process.pid if rank.process else None for rank in ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -189,16 +191,9 @@ class NodeAgent(SimpleElasticAgent):
             self._watch.done()
         return self._watch.all_done
 
-    def _line(self, group: WorkerGroup) -> tuple[str, int]:
-        """Where the launchers' store is served."""
-        handler = group.spec.rdzv_handler
-        if isinstance(handler, FixedNodes):
-            return ("localhost" if handler.rank == 0 else handler.addr), handler.port
-        return _met(group).master_addr, _met(group).master_port
-
-    def _ranks(self, group: WorkerGroup, restarts: int) -> list[Rank]:
+    def _ranks(self, group: WorkerGroup, where: tuple[str, int], restarts: int) -> list[Rank]:
         """This node's ranks, with the variables that tell each who it is."""
-        addr, port = self._meeting_point(group, restarts)
+        addr, port = where
         shared = {
             **self._variables,
             "MASTER_ADDR": addr,
@@ -235,10 +230,11 @@ class NodeAgent(SimpleElasticAgent):
             ranks.append(Rank(worker.global_rank, local, self._command, own[local], streams[local, STDOUT], streams[local, STDERR]))
         return ranks
 
-    def _meeting_point(self, group: WorkerGroup, restarts: int) -> tuple[str, int]:
-        """Where the ranks meet: at first the store of the launchers; ranks started again must not find what others left in it."""
+    def _meeting_point(self, group: WorkerGroup) -> tuple[str, int]:
+        """The store where the ranks meet, which the first node serves: the launchers' own, but ranks started again must not find what others left in it."""
         handler = group.spec.rdzv_handler
-        if isinstance(handler, FixedNodes) and not restarts:
+        self._starts += 1
+        if isinstance(handler, FixedNodes) and self._starts == 1:
             return handler.addr, handler.port
         met = _met(group)
         if met.group_rank == 0:

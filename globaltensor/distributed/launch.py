@@ -15,6 +15,7 @@ import string
 import sys
 from collections.abc import Iterator, Sequence
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousGracefulExitError
@@ -25,7 +26,7 @@ from .job import Job, in_one_line
 from .nodes import bound
 from .options import job_of, parser
 from .streams import Pump, say
-from .supervise import signal_name
+from .supervise import Keeper, signal_name
 
 __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 
@@ -35,15 +36,15 @@ def launch(job: Job) -> int:
 
     Raises WorldError where the ranks cannot be started (the port is taken, the other nodes do not come or were started otherwise, ...).
     """
-    with Signals() as signals, Pump() as pump:
+    with Signals() as signals, Pump() as pump, Keeper() as keeper:
         try:
-            return _run(job, signals, pump)
+            return _run(job, signals, pump, keeper)
         except SignalException as ended:
             say(f"{signal_name(ended.sigval)} received: ended {job.nproc_per_node} rank{'s' if job.nproc_per_node > 1 else ''}")
             return 128 + int(ended.sigval)
 
 
-def _run(job: Job, signals: Signals, pump: Pump) -> int:
+def _run(job: Job, signals: Signals, pump: Pump, keeper: Keeper) -> int:
     handler = job.rendezvous(signals)
     spec = WorkerSpec(
         role=job.role,
@@ -59,17 +60,16 @@ def _run(job: Job, signals: Signals, pump: Pump) -> int:
     def prefix(rank: int, local_rank: int) -> str:
         return template.safe_substitute(role_name=job.role, rank=rank, local_rank=local_rank)
 
-    agent = NodeAgent(
-        spec, list(job.command), job.environment(), job.output.specs(), prefix, job.backend == "mpi", job.shutdown_timeout, job.beat(), pump, signals
-    )
+    own = (list(job.command), job.environment(), job.output.specs(), prefix, job.backend == "mpi", job.shutdown_timeout, job.beat())
+    agent = NodeAgent(spec, *own, pump, keeper, signals)
     try:
         if agent.run() is None:
             say("this node was not needed: the others have finished")
         return agent.code
     except RendezvousGracefulExitError:
         return 0
-    except RendezvousError as error:
-        raise WorldError(f"the rendezvous at {job.rdzv_endpoint or job.addr} failed: {in_one_line(error)}") from error
+    except (RendezvousError, DistError) as error:
+        raise WorldError(f"the meeting of the nodes at {job.rdzv_endpoint or job.addr} failed: {in_one_line(error)}") from error
     finally:
         if not signals.received:  # an elastic job goes on with the other nodes
             with contextlib.suppress(RendezvousConnectionError):

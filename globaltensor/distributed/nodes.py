@@ -26,10 +26,12 @@ from .streams import say
 __all__ = ["FixedNodes", "Interruptible", "TCPStore", "Watch", "bound", "serve"]
 
 CONNECT_SECONDS: Final = 45.0  # for node 0 to answer
+_NO_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
 _TRY_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.05
 _TELL_SECONDS: Final = 10.0  # between words about whom we wait for
 _STORE_SECONDS: Final = 15.0  # for an answer of the store
+_HEAR_SECONDS: Final = 3.0  # for the other nodes to hear of a failure
 
 
 def bound(port: int = 0, listen: bool = False) -> socket.socket:
@@ -177,7 +179,10 @@ class FixedNodes(RendezvousHandler):
 
 
 class Interruptible(RendezvousHandler):
-    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a signal ends the wait."""
+    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a signal ends the wait.
+
+    torch would serve one store for the ranks of all rounds (2.13: a node that joins later waits in vain to be told where); the agent serves one each time.
+    """
 
     def __init__(self, inner: RendezvousHandler, interruptible: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._inner, self._interruptible = inner, interruptible
@@ -190,8 +195,16 @@ class Interruptible(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with self._interruptible():
-            return self._inner.next_rendezvous()
+        before = os.environ.get(_NO_SHARED_STORE)
+        os.environ[_NO_SHARED_STORE] = "1"
+        try:
+            with self._interruptible():
+                return self._inner.next_rendezvous()
+        finally:
+            if before is None:
+                del os.environ[_NO_SHARED_STORE]
+            else:
+                os.environ[_NO_SHARED_STORE] = before
 
     def is_closed(self) -> bool:
         return self._inner.is_closed()
@@ -213,7 +226,7 @@ class Watch:
     """What becomes of the other nodes while the ranks run. A thread: the store may take its time to answer.
 
     ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of seconds counts as dead.
-    ``line``: where the store is served; a connection that ends tells that it is gone.
+    ``line``: a store that the first node's launcher serves; a connection that ends tells that it is gone.
     """
 
     def __init__(self, store: Store, rank: int, nodes: int, interval: float, attempts: int, line: tuple[str, int]) -> None:
@@ -223,6 +236,7 @@ class Watch:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
         self.news, self.code, self.final = "", 1, True
+        self.silent: int | None = None
         self._thread = threading.Thread(target=self._run, name="globaltensor launcher's watch", daemon=True)
         self._thread.start()
 
@@ -233,6 +247,7 @@ class Watch:
                 if self._store.add("failures", 1) == 1:
                     told = {"node": self._rank, "host": socket.gethostname(), "what": what, "code": code, "final": final}
                     self._store.set("failure", json.dumps(told))
+                    self._store.add("heard", int(self._rank > 0))
                 elif self._store.check(["failure"]):
                     self._hear(json.loads(self._store.get("failure")))
         return self.news
@@ -256,8 +271,12 @@ class Watch:
                 time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch. Whose launcher serves the store gives the others time to read in it why."""
         self._stop.set()
+        until = time.monotonic() + _HEAR_SECONDS
+        if self._rank == 0 and self._count("failures"):
+            while self._count("heard") < self._nodes - 1 - (self.silent is not None) and time.monotonic() < until:
+                time.sleep(_TICK_SECONDS)
         self._thread.join(_STORE_SECONDS)
         self._line.close()
 
@@ -287,10 +306,11 @@ class Watch:
                     self._beat()
             except (RuntimeError, OSError):
                 if not self._stop.is_set():
-                    self.news = f"the launcher that serves the meeting point {self.where} is gone"
+                    self.news = f"the launcher of node 0, which serves the meeting point {self.where}, is gone"
 
     def _hear(self, told: dict[str, object]) -> None:
-        if told["node"] != self._rank:
+        if told["node"] != self._rank and not self.news:
+            self._store.add("heard", 1)
             self.code, self.final = int(str(told["code"])), bool(told["final"])
             self.news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
 
@@ -305,6 +325,7 @@ class Watch:
             if known is None or known[0] != beat:
                 self._beats[node] = (beat, now)
             elif now - known[1] > self._silence:
+                self.silent = node
                 self.news = f"node {node} has been silent for {now - known[1]:.0f} s: its launcher is dead, or its network"
                 self.tell(self.news, 1, True)
 

@@ -61,8 +61,8 @@ def begin(order: dict[str, Any], streams: list[int]) -> None:
 
 
 def watch(pid: int, launcher: socket.socket) -> None:
-    """Tell the launcher when the rank ends and how. Once the launcher is done, or dead, kill what is left of the rank and of what it has started."""
-    alive, ended = True, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    """Tell the launcher when the rank ends and how. When the launcher is done, or dead, what is left of a rank that has not ended well is killed."""
+    alive, code, ended = True, 0, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     while True:
         sources: list[Any] = [launcher, *([ended] if alive and ended is not None else [])]
         ready, _, _ = select.select(sources, [], [], 0.05 if alive and ended is None else None)
@@ -75,7 +75,8 @@ def watch(pid: int, launcher: socket.socket) -> None:
             code = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
             launcher.sendall(f"{code}\n".encode())
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        if alive or code:
+            os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

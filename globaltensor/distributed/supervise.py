@@ -16,13 +16,14 @@ from typing import Final, Protocol
 
 from .streams import STDERR, STDOUT, Pump, Stream, say
 
-__all__ = ["Process", "Rank", "Team", "start_here", "stdin", "tethered"]
+__all__ = ["Keeper", "Process", "Rank", "Team", "start_here", "stdin", "tethered"]
 
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
 _TAIL_LINES: Final = 12
 _HEADS: Final = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
 _TETHER: Final = Path(__file__).with_name("tether.py")
+_KEEPER: Final = Path(__file__).with_name("keeper.py")
 
 
 class Process(Protocol):
@@ -89,11 +90,38 @@ class Rank:
         return f"rank {self.rank} (local rank {self.local_rank}, pid {self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
 
 
+class Keeper:
+    """A process that outlives this one for a moment, and ends what ranks have started where this one can't any more. Leaving the block ends it."""
+
+    def __enter__(self) -> Keeper:
+        command = [sys.executable, "-I", "-S", str(_KEEPER)]
+        null = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, text=True, bufsize=1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_KILL_SECONDS)
+
+    def hold(self, group: int) -> None:
+        """Kill this process group if this process ends before it says ``release``."""
+        self._tell(f"+{group}")
+
+    def release(self, group: int) -> None:
+        """Let it live."""
+        self._tell(f"-{group}")
+
+    def _tell(self, text: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed: a comfort less
+            self._process.stdin.write(f"{text}\n")
+
+
 class Team:
     """This node's ranks, which live and end together. ``start``: how their processes begin."""
 
-    def __init__(self, ranks: Sequence[Rank], pump: Pump, start: Callable[[Sequence[Rank]], None]) -> None:
-        self.ranks, self._pump, self._start = list(ranks), pump, start
+    def __init__(self, ranks: Sequence[Rank], pump: Pump, keeper: Keeper, start: Callable[[Sequence[Rank]], None]) -> None:
+        self.ranks, self._pump, self._keeper, self._start = list(ranks), pump, keeper, start
 
     def start(self, again: bool = False) -> None:
         """Begin. ``again``: what they write to files goes on where it ended."""
@@ -107,6 +135,8 @@ class Team:
             for rank in self.ranks:
                 rank.out.started()
                 rank.err.started()
+                if rank.process is not None:
+                    self._keeper.hold(rank.process.pid)
 
     @property
     def alive(self) -> list[Rank]:
@@ -153,6 +183,8 @@ class Team:
         for rank in self.ranks:
             self._pump.drop(rank.out)
             self._pump.drop(rank.err)
+            if rank.process is not None:
+                self._keeper.release(rank.process.pid)
         self._pump.settle()
 
 
