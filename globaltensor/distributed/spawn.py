@@ -1,47 +1,47 @@
 """Starting ranks from Python: ``spawn`` is torch's own, ``run`` is made for notebooks.
 
-``run`` starts fresh interpreters (through tether.py), where torch.multiprocessing would run the main module again, set a rank's variables after torch was
-imported, and leave a rank that waits in a collective alive when its parent dies; and where torch elastic's processes take over the signals of this one.
-A fork is no way out: CUDA and torch's threads do not survive it.
+``run`` starts fresh interpreters, as the launcher does. torch.multiprocessing's processes would run the main module again, get a rank's variables after torch
+is loaded, and outlive a parent that is killed while they wait in a collective; a fork is no way out: CUDA and torch's threads do not survive it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import linecache
 import os
 import pickle
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from ..errors import WorldError, noted
+from .backends import VARIABLE, choose, names
 from .detect import detect
 from .errand import Call, Failure
+from .mpirun import Mpirun
 from .parcel import assembled, load, pack, unpack
+from .streams import Pump, Stream
+from .supervise import Keeper, Rank, Team, tethered
 
 __all__ = ["run", "spawn"]
 
 GRACE_SECONDS: Final = 5.0  # between the request to end (SIGTERM) and the end (SIGKILL)
-_TICK_SECONDS: Final = 0.05
+_TICK_SECONDS: Final = 0.03
 _SETTLE_SECONDS: Final = 0.3  # for others to be found dead of the same cause
 _STACK_SECONDS: Final = 0.5  # for a rank to say where it is
-_TAIL_BYTES: Final = 8192
-_TAIL_LINES: Final = 15
-_TETHER: Final = Path(__file__).with_name("tether.py")
 _PROGRAM: Final = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -49,7 +49,7 @@ sys.path[:] = json.loads((folder / "path.json").read_text())
 from globaltensor.distributed.errand import main
 main(folder, {rank}, {parent})
 """
-_STARTED_OTHERWISE: Final = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_")  # variables that would say something else
+_STARTED_OTHERWISE: Final = ("TORCHELASTIC_", "ROLE_")  # variables that tell of how this process was started
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ def run(fn: Callable[..., T], *args: Any, nprocs: int = 2, backend: str = "auto"
     globals they use; what ranks change in those stays with them. Arguments and results are copies: ordinary tensors arrive on the CPU (a leaf keeps
     ``requires_grad``), a global tensor comes back as an ordinary one with the whole value. What ranks print appears in ``sys.stdout`` and ``sys.stderr``.
 
-    ``backend``: what the process group is made with where ``fn`` says nothing else; "auto" as everywhere. ``timeout``: seconds for all of it, None for no
-    limit; ``start_timeout``: seconds until every rank has begun with ``fn``.
+    ``backend``: as for ``init_process_group``; "mpi" needs mpirun. ``timeout``: seconds for all of it, None for no limit; ``start_timeout``: seconds until
+    every rank has begun with ``fn``.
 
     Raises the exception of the first rank that failed, caused by a WorldError with that rank's traceback, or a WorldError alone where it cannot be pickled;
     WorldError where a rank dies, time runs out, ``fn`` or a result cannot be pickled, or this process is itself one of several ranks. The other ranks
@@ -72,14 +72,20 @@ def run(fn: Callable[..., T], *args: Any, nprocs: int = 2, backend: str = "auto"
     [32]
     """
     _check(nprocs, timeout, start_timeout)
+    call = _call(fn, args)
     from .launch import reserved_port  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
 
-    with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port, Keeper() as keeper, Pump() as pump:
+        folder, chosen = Path(name), choose(None if backend == "auto" else backend)
         (folder / "path.json").write_text(json.dumps(sys.path))
-        torch.save(_call(fn, args), folder / "call")
-        with _Team(folder, nprocs, port, {} if backend == "auto" else {"GLOBALTENSOR_BACKEND": backend}) as team:
-            team.wait(timeout, start_timeout)
+        torch.save(call, folder / "call")
+        ranks = [_rank(folder, rank, nprocs, port, chosen) for rank in range(nprocs)]
+        with contextlib.ExitStack() as stack:
+            team = Team(ranks, pump, keeper, _starter(chosen, pump, stack))
+            stack.callback(team.close)
+            stack.callback(team.end, grace=GRACE_SECONDS)
+            team.start()
+            _Errand(team, folder).wait(timeout, start_timeout)
         return assembled([load(folder / f"result.{rank}") for rank in range(nprocs)])
 
 
@@ -106,188 +112,116 @@ def _call(fn: Callable[..., Any], args: Sequence[Any]) -> Call:
     except Exception as error:
         told = f"globaltensor.run cannot send {getattr(fn, '__name__', fn)} and its arguments to the ranks: {type(error).__name__}: {error}"
         mend = "make what cannot be pickled (locks, open files, process groups, generators) inside the function"
-        if "cloudpickle" not in sys.modules:
+        if importlib.util.find_spec("cloudpickle") is None:
             mend = "functions of a notebook, lambdas and closures need cloudpickle (pip install cloudpickle)"
         raise WorldError(f"{told}; {mend}") from error
 
 
 @dataclass
-class _Rank:
-    """One process, with our ends of what it writes."""
+class _Shown(Stream):
+    """What a rank writes, shown where this process's ``print`` goes: in a notebook that is no file descriptor."""
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    folder: Path
-    said: bytes = b""  # the last it wrote to stderr
-    unfinished: dict[int, bytes] = field(default_factory=dict)  # by file descriptor, the start of a line, not passed on yet
+    where: TextIO | None = None
 
-    @property
-    def returned(self) -> bool:
-        return (self.folder / f"result.{self.rank}").exists()
-
-    @property
-    def failed(self) -> bool:
-        ended = self.process.poll() is not None  # first: it answers before it ends
-        return (self.folder / f"failure.{self.rank}").exists() or (ended and not self.returned)
-
-    @property
-    def failure(self) -> Failure | None:
-        """How it says that it has failed; None where it died without a word."""
-        path = self.folder / f"failure.{self.rank}"
-        if not path.exists():
-            return None
-        found: Failure = pickle.loads(path.read_bytes())
-        return found
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and to all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-    def epitaph(self) -> str:
-        code = self.process.wait()
-        how = f"ended with exit code {code} before the function returned"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                how = f"was ended by {signal.Signals(-code).name} (signal {-code})"
-            if -code == signal.SIGKILL:
-                how += ", as the system does when memory runs out"
-        words = self.said.decode(errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
-        return "\n".join([how, *(f"| {line}" for line in words)])
+    def _show(self, text: bytes) -> None:
+        if text and self.where is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody may be listening: no reason to end the ranks
+                self.where.write(text.decode(errors="replace"))
+                self.where.flush()
 
 
-class _Team:
-    """The processes of one call. Leaving the block ends those that are left."""
+def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
+    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent=os.getpid()), str(folder)]
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+    defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8"}  # a rank that crashes in native code shows where
+    if n > 1:
+        defaults["OMP_NUM_THREADS"] = "1"  # as many threads as cores in each of n processes would fight for the cores
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    variables |= {name: "" for name in os.environ if name.startswith(_STARTED_OTHERWISE)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", VARIABLE: backend, **{name: str(value) for name, value in told.items()}}
+    return Rank(rank, rank, command, variables, _Shown(None, kept=True, where=sys.stdout), _Shown(None, kept=True, where=sys.stderr))
 
-    def __init__(self, folder: Path, n: int, port: int, variables: Mapping[str, str]) -> None:
-        self.folder, self.n, self.ranks = folder, n, list[_Rank]()
-        self._selector = selectors.DefaultSelector()
-        try:
-            for rank in range(n):
-                self._start(rank, {**_variables(rank, n, port), **variables})
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> _Team:
-        return self
+def _starter(backend: str, pump: Pump, stack: contextlib.ExitStack) -> Callable[[Sequence[Rank]], None]:
+    """How the ranks' processes begin: through mpirun where they shall form an MPI world."""
+    if "mpi" not in names(backend):
+        return _start
+    mpirun = Mpirun(pump, lambda: None)
+    stack.callback(mpirun.close)
+    return mpirun.start
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-    def _start(self, rank: int, variables: Mapping[str, str]) -> None:
-        program = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent=os.getpid()), str(self.folder)]
-        command = [program[0], "-I", "-S", str(_TETHER), str(os.getpid()), *program]
-        # In a session of its own a terminal's Ctrl-C does not reach it: who called run decides.
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
-        started = _Rank(rank, process, self.folder)
-        self.ranks.append(started)
-        for ours, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert ours is not None
-            self._selector.register(ours, selectors.EVENT_READ, (started, stream))
+def _start(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        variables = {**os.environ, **rank.variables}
+        # Not this process's stdin: it may be where the program, or the user, is read from.
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": rank.out.theirs, "stderr": rank.err.theirs}
+        rank.process = subprocess.Popen(tethered(rank.command), env=variables, **streams)
+
+
+class _Errand:
+    """A call under way. Its folder tells which ranks have begun, returned or failed (errand.py)."""
+
+    def __init__(self, team: Team, folder: Path) -> None:
+        self.team, self.folder, self.n = team, folder, len(team.ranks)
 
     def wait(self, timeout: float | None, start_timeout: float) -> None:
-        """Pass on what the ranks write until all have returned. Raises what ``run`` raises."""
-        now = time.monotonic()
-        start, end = now + start_timeout, None if timeout is None else now + timeout
-        while not all(rank.returned for rank in self.ranks):
-            self._forward(_TICK_SECONDS)
-            if any(rank.failed for rank in self.ranks):
-                self._forward_for(_SETTLE_SECONDS, lambda: False)
+        """Return when all ranks have returned and ended. Raises what ``run`` raises."""
+        began = time.monotonic()
+        while not all(self._has("result", rank) for rank in self.team.ranks):
+            if any(self._failed(rank) for rank in self.team.ranks):
+                time.sleep(_SETTLE_SECONDS)
                 self._raise()
-            now = time.monotonic()
-            if end is not None and now > end:
-                self._late([rank for rank in self.ranks if not rank.returned], f"had not returned after {timeout:g} s (timeout)")
-            if now > start:
-                missing = [rank for rank in self.ranks if not (self.folder / f"here.{rank.rank}").exists()]
-                if missing:
-                    self._late(missing, f"had not begun after {start_timeout:g} s (start_timeout)")
-                start = float("inf")
-        self._forward_for(GRACE_SECONDS, self._all_ended)
+            waited = time.monotonic() - began
+            if timeout is not None and waited > timeout:
+                self._late([rank for rank in self.team.ranks if not self._has("result", rank)], f"had not returned after {timeout:g} s (timeout)")
+            if waited > start_timeout and (missing := [rank for rank in self.team.ranks if not self._has("here", rank)]):
+                self._late(missing, f"had not begun after {start_timeout:g} s (start_timeout)")
+            time.sleep(_TICK_SECONDS)
+        until = time.monotonic() + GRACE_SECONDS
+        while self.team.alive and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
+
+    def _has(self, what: str, rank: Rank) -> bool:
+        return (self.folder / f"{what}.{rank.rank}").exists()
+
+    def _failed(self, rank: Rank) -> bool:
+        ended = rank.code is not None  # first: it answers before it ends
+        return self._has("failure", rank) or (ended and not self._has("result", rank))
 
     def _raise(self) -> None:
         """Raise the error of the rank that failed first. One that died without a word did not fail because the others did."""
-        found = [(failure.at if failure else 0.0, rank, failure) for rank in self.ranks if rank.failed for failure in [rank.failure]]
-        _, rank, failure = min(found, key=lambda entry: entry[:1])
-        who = f"rank {rank.rank} of {self.n}"
+        failures = [(self._failure(rank), rank) for rank in self.team.ranks if self._failed(rank)]
+        failure, rank = min(failures, key=lambda found: found[0].at if found[0] else 0.0)
         if failure is None:
-            raise WorldError(f"{who} (pid {rank.process.pid}) {rank.epitaph()}")
-        told = WorldError(f"{who} failed:\n{failure.traceback.rstrip()}")
+            words = "".join(f"\n| {line}" for line in rank.last_words())
+            raise WorldError(f"{rank.epitaph()} before the function returned{words}")
+        told = WorldError(f"rank {rank.rank} of {self.n} failed:\n{failure.traceback.rstrip()}")
         if failure.error is None:
             raise told
         try:
             error: Exception = unpack(failure.error)
         except Exception:  # it may need what only the ranks have
             raise told from None
-        noted(error, f"(on {who}, in globaltensor.run)")
+        noted(error, f"(on rank {rank.rank} of {self.n}, in globaltensor.run)")
         raise error from told
 
-    def _late(self, ranks: Sequence[_Rank], how: str) -> None:
+    def _failure(self, rank: Rank) -> Failure | None:
+        """How a rank says that it has failed; None where it died without a word."""
+        if not self._has("failure", rank):
+            return None
+        found: Failure = pickle.loads((self.folder / f"failure.{rank.rank}").read_bytes())
+        return found
+
+    def _late(self, ranks: Sequence[Rank], how: str) -> None:
         for rank in ranks:
-            if hasattr(signal, "SIGUSR1") and (self.folder / f"here.{rank.rank}").exists():
-                os.kill(rank.process.pid, signal.SIGUSR1)
-        self._forward_for(_STACK_SECONDS, lambda: False)
+            if self._has("here", rank) and rank.process is not None and hasattr(signal, "SIGUSR1"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
         lines = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank.rank) for rank in ranks)} of {self.n} {how}, and the run was ended"]
         for rank in ranks:
             with contextlib.suppress(OSError):
                 where = (self.folder / f"stack.{rank.rank}").read_text().rstrip()
                 lines += [f"rank {rank.rank} was here:", where] if where else []
         raise WorldError("\n".join(lines))
-
-    def close(self) -> None:
-        """End the processes and what they have started."""
-        try:
-            if not self._all_ended():
-                for rank in self.ranks:
-                    rank.signal(signal.SIGTERM)
-                self._forward_for(GRACE_SECONDS, self._all_ended)
-        finally:
-            for rank in self.ranks:
-                rank.signal(signal.SIGKILL)
-            for rank in self.ranks:
-                rank.process.wait()
-            self._forward_for(_SETTLE_SECONDS, lambda: not self._selector.get_map())
-            self._selector.close()
-            for rank in self.ranks:
-                for pipe in (rank.process.stdout, rank.process.stderr):
-                    assert pipe is not None
-                    pipe.close()
-
-    def _all_ended(self) -> bool:
-        return all(rank.process.poll() is not None for rank in self.ranks)
-
-    def _forward_for(self, seconds: float, enough: Callable[[], bool]) -> None:
-        end = time.monotonic() + seconds
-        while not enough() and time.monotonic() < end:
-            self._forward(_TICK_SECONDS)
-
-    def _forward(self, seconds: float) -> None:
-        """Pass on what the ranks have written, in whole lines, waiting at most so long for it."""
-        if not self._selector.get_map():
-            time.sleep(seconds)
-        for key, _ in self._selector.select(seconds) if self._selector.get_map() else []:
-            rank, stream = key.data
-            chunk = os.read(key.fd, 1 << 16)
-            if not chunk:
-                self._selector.unregister(key.fileobj)
-            if key.fileobj is rank.process.stderr:
-                rank.said = (rank.said + chunk)[-_TAIL_BYTES:]
-            text = rank.unfinished.pop(key.fd, b"") + chunk
-            cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if chunk else len(text)
-            rank.unfinished[key.fd] = text[cut:]
-            if cut and stream is not None:
-                with contextlib.suppress(OSError, ValueError):  # nobody may be listening: no reason to end the ranks
-                    stream.write(text[:cut].decode(errors="replace"))
-                    stream.flush()
-
-
-def _variables(rank: int, n: int, port: int) -> Mapping[str, str]:
-    """The environment of a rank: this process's, and who the rank is."""
-    common = {name: value for name, value in os.environ.items() if not name.startswith(_STARTED_OTHERWISE)}
-    if n > 1:
-        common.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores in each of n processes would fight for the cores
-    common.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code shows where
-    common.setdefault("PYTHONIOENCODING", "utf-8")
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    return {**common, **{name: str(value) for name, value in told.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
