@@ -25,6 +25,10 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+#: Whether a tensor is autograd's own "all zeros, without memory": it must be cloned before its memory is asked for.
+is_zero_tensor = torch.Tensor._is_zerotensor
+
+
 def queue_backward_callback(function: Any) -> None:
     """Run ``function`` when the backward pass under way ends: torch's own reducers finish their buckets so; there is no public hook."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -258,6 +258,20 @@ def test_hooks_of_modules() -> None:
         same(a.grad, b.grad)
 
 
+def _gradient_without_memory() -> None:
+    """Autograd stands for some zeros with a tensor that has no memory (the gradient of a sign)."""
+    for sbp in (S(0), S(1), B, P):
+        x = leaf(values(3, 2), sbp)
+        x.sgn().sum().backward()
+        assert not x.grad.numpy().any()
+        assert not x.grad.to_global(sbp=B).to_local().any()
+
+
+def test_gradient_without_memory() -> None:
+    simulate(2, _gradient_without_memory)
+
+
+
 @pytest.mark.xfail(strict=True, reason="torch puts a custom autograd.Function of its own around the module, which refuses global tensors")
 def test_full_backward_hooks() -> None:
     def run() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import is_zero_tensor
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
@@ -32,6 +33,8 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
     """
     if src is dst and grad is None:
         return local
+    if is_zero_tensor(local):
+        local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
         return _differentiable(local, src, dst, grad, why, alias)
     route = plan(src, dst)
