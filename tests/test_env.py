@@ -19,7 +19,7 @@ def test_nothing_there_is_a_world_of_one() -> None:
 
 
 def test_the_order_is_the_documented_one() -> None:
-    assert [kind.name for kind in Environment.known] == ["torchrun", "Open MPI", "Hydra (MPICH, Intel MPI)", "Slurm"]
+    assert [kind.name for kind in Environment.known] == ["Kubernetes", "torchrun", "Open MPI", "Hydra (MPICH, Intel MPI)", "Slurm"]
     both = {"RANK": "1", "WORLD_SIZE": "2", **MASTER, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     assert detect(both) == Detected("torchrun", 1, 2, 1, 2, 1, "10.0.0.1", 1234)
 

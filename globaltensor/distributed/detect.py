@@ -1,8 +1,8 @@
 """Which rank is this process? Read from the variables of whatever started it. Pure: a mapping in, numbers out.
 
 One small class for each way to start ranks, asked in the order they stand here; the first that knows its own variables answers:
-``torchrun`` (the library's own launcher sets the same variables, as does anyone who sets them by hand), ``Open MPI``, ``Hydra`` (MPICH and
-Intel MPI), ``Slurm``. To add one, add a class.
+``Kubernetes`` (a pod of a PyTorch job that starts the script itself), ``torchrun`` (the library's own launcher and Ray Train set the same variables, as
+does anyone who sets them by hand), ``Open MPI``, ``Hydra`` (MPICH and Intel MPI), ``Slurm``. To add one, add a class.
 """
 
 from __future__ import annotations
@@ -87,8 +87,41 @@ class Environment(ABC):
         return Detected(self.name, rank, world, local, local_world, nodes, found, self.number("MASTER_PORT", _port_of(job) if job else None))
 
 
+class Kubernetes(Environment):
+    """A pod of a PyTorch job that starts the script without a launcher: each pod is one rank, and a node of its own.
+
+    The training operator sets RANK and WORLD_SIZE, the trainer PET_NODE_RANK and PET_NNODES. Where LOCAL_RANK is set, a launcher runs in the pod.
+    """
+
+    name = "Kubernetes"
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        addr, port = variables.get("PET_MASTER_ADDR", ""), variables.get("PET_MASTER_PORT", "")
+        master = {name: value for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value}
+        super().__init__({**master, **variables})
+
+    def present(self) -> bool:
+        if not self.text("KUBERNETES_SERVICE_HOST") or self.text("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+            return False
+        by_hand = self.text("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
+        if self.text("RANK"):
+            return bool(self.text("WORLD_SIZE")) and not by_hand
+        return self.text("PET_NNODES") not in ("", "1", "1:1")
+
+    def read(self) -> Detected:
+        each = self.text("PET_NPROC_PER_NODE") or "1"
+        if each != "1":
+            told = f"this job has {each} processes in each pod (PET_NPROC_PER_NODE), but the pod has started the script as one"
+            raise WorldError(f"{told}: start it with `globaltensor launch script.py` (or torchrun), which reads the same variables")
+        if self.text("RANK"):
+            rank, world = self.number("RANK"), self.number("WORLD_SIZE")
+        else:
+            rank, world = self.number("PET_NODE_RANK"), self.number("PET_NNODES")
+        return self.place(rank, world, 0, 1, world, job="alone" if world == 1 else "")
+
+
 class Torchrun(Environment):
-    """RANK and WORLD_SIZE, as set by the library's launcher, by torchrun, or by hand. Without LOCAL_WORLD_SIZE all ranks are taken to be on one node."""
+    """RANK and WORLD_SIZE, as set by the library's launcher, by torchrun, by Ray Train, or by hand. Without LOCAL_WORLD_SIZE all ranks are taken to be on one node."""
 
     name = "torchrun"
 
