@@ -121,7 +121,7 @@ class Kubernetes(Environment):
 
 
 class Torchrun(Environment):
-    """RANK and WORLD_SIZE, as set by the library's launcher, by torchrun, by Ray Train, or by hand. Without LOCAL_WORLD_SIZE all ranks are taken to be on one node."""
+    """RANK and WORLD_SIZE, as set by the library's launcher, torchrun, Ray Train or by hand. Without LOCAL_WORLD_SIZE all ranks are taken to be on one node."""
 
     name = "torchrun"
 
