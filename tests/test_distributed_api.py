@@ -1,0 +1,432 @@
+"""flow.distributed, flow.comm, flow.env: every collective in every way; the world that starts by itself beside init_process_group; what is told of mistakes."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.pool import RanksFailed, run_on
+from support.sweep import sweep
+
+import globaltensor as flow
+import globaltensor.distributed as dist
+from globaltensor.distributed import rdma
+from globaltensor.errors import GlobalTensorError, ShapeError, WorldError
+
+TESTS = Path(__file__).parent
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+def run(command: list[str], seconds: float = 120, **variables: str) -> tuple[int, str]:
+    """A program in a process group of its own, which is gone afterwards -> its exit code and what it wrote."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **variables}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment)
+    try:
+        out, _ = process.communicate(timeout=seconds)
+        return process.returncode, out
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------- values
+
+
+def test_every_collective_on_gloo() -> None:
+    for count, wrong in run_on(2, sweep):
+        assert not wrong, "\n".join(wrong[:10])
+        assert count > 1000
+
+
+@pytest.mark.slow
+def test_every_collective_on_gloo_with_four_ranks() -> None:
+    for _, wrong in run_on(4, sweep, timeout=200.0):
+        assert not wrong, "\n".join(wrong[:10])
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="needs globaltensor[mpi]")
+def test_every_collective_on_mpi() -> None:
+    code, out = run([str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "support.sweep"])
+    assert code == 0, out[-3000:]
+    assert out.count(" calls") == 2
+
+
+def test_in_a_world_of_one() -> None:
+    code, out = run([sys.executable, "-W", "error", "-m", "support.sweep"])
+    assert code == 0, out[-3000:]
+
+
+def in_oneflows_spelling() -> None:
+    comm, rank, size = flow.comm, flow.env.get_rank(), flow.env.get_world_size()
+    ones = torch.ones(2, 3)
+    x = ones * (rank + 1)
+    comm.all_reduce(x)
+    assert torch.equal(x, ones * 3)
+    y = ones * (rank + 1)
+    comm.reduce(y, 1)
+    assert torch.equal(y, ones * (3 if rank == 1 else 1)), "the others keep theirs"
+    mine, other = torch.full((2,), float(rank)), torch.empty(1)
+    outs: list[Any] = [other, torch.empty(2)]
+    kept = outs[1]
+    comm.all_gather(outs, mine)
+    assert [t.tolist() for t in outs] == [[0, 0], [1, 1]]
+    assert outs[0] is not other, "an entry that does not fit is replaced"
+    assert outs[1] is kept, "one that fits is written"
+    for shape in ((size, 2), (size * 2,)):
+        whole = torch.empty(shape)
+        comm.all_gather_into_tensor(whole, mine)
+        assert whole.flatten().tolist() == [0, 0, 1, 1]
+    gaps = torch.empty(size, 2, 2)[..., 0]
+    comm.all_gather_into_tensor(gaps, mine)
+    assert gaps.tolist() == [[0, 0], [1, 1]]
+    part = torch.empty(1)
+    comm.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
+    assert part.item() == 2 * (rank + 1)
+    with pytest.raises(ShapeError, match="must hold 4 elements"):
+        comm.all_gather_into_tensor(torch.empty(3), mine)
+    with pytest.raises(ShapeError, match="1 entries for 2 ranks"):
+        comm.all_gather([mine], mine)
+    gathered = [torch.empty(2), torch.empty(2)]
+    comm.gather(mine, gathered, dst=1)  # the list is looked at on the receiver alone
+    assert rank == 0 or [t.tolist() for t in gathered] == [[0, 0], [1, 1]]
+
+
+def messages_in_oneflows_spelling() -> Any:
+    comm, rank = flow.comm, flow.env.get_rank()
+    half = torch.arange(6, dtype=torch.float16).reshape(2, 3)
+    if rank == 0:
+        comm.send(half, 1)
+        comm.send(torch.tensor(5), 1)
+        comm.send(half.mT, 1)
+        comm.send(half, 1, send_meta=False)
+        comm.send(half, 1)
+        return None
+    first, scalar, turned = comm.recv(0), comm.recv(0), comm.recv(0)
+    known = comm.recv(0, shape=(2, 3), dtype=torch.float16, device="cpu")
+    out = torch.empty(2, 3, dtype=torch.float16)
+    assert comm.recv(0, out=out) is out
+    with pytest.raises(WorldError, match="all of shape, dtype and device"):
+        comm.recv(0, shape=(2, 3))
+    assert scalar.shape == ()
+    assert scalar.item() == 5
+    return [t.tolist() for t in (first, turned.mT, known, out)], first.dtype
+
+
+def test_flow_comm() -> None:
+    run_on(2, in_oneflows_spelling)
+    want = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert run_on(2, messages_in_oneflows_spelling)[1] == ([want] * 4, torch.float16)
+
+
+def a_result_that_does_not_fit() -> None:
+    if flow.env.get_rank() == 0:
+        flow.comm.send(torch.ones(3), 1)
+    else:
+        with pytest.raises(ShapeError, match=r"out is torch\.float32 \(2,\), but rank 0 sends torch\.float32 \(3,\)"):
+            flow.comm.recv(0, out=torch.ones(2))
+        flow.comm.recv(0, (3,), torch.float32, "cpu")
+
+
+def test_flow_comm_refuses_what_does_not_fit() -> None:
+    run_on(2, a_result_that_does_not_fit)
+
+
+def test_signatures_are_torchs() -> None:
+    for name in set(torch.distributed.distributed_c10d.__all__) - {"reduce_op"}:  # (which warns when looked at)
+        theirs, ours = getattr(torch.distributed.distributed_c10d, name), getattr(dist, name)
+        if inspect.isfunction(theirs) and name != "init_process_group":
+            missing = [p for p in inspect.signature(theirs).parameters if p not in inspect.signature(ours).parameters and not p.startswith("_")]
+            free = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(ours).parameters.values())
+            assert free or not missing, f"{name} does not take {missing}"
+    assert dist.ReduceOp is torch.distributed.ReduceOp
+    assert dist.TCPStore is torch.distributed.TCPStore
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks that differ
+
+
+def differ(kind: str) -> str:
+    """What this rank is told where the ranks call different things; the group it happened in is lost."""
+    rank = flow.env.get_rank()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+
+    def late() -> None:
+        dist.broadcast(torch.zeros(10 if rank else 3), src=0, group=group, async_op=True)
+        dist.barrier(group=group)
+
+    calls: dict[str, Any] = {
+        "size": lambda: dist.all_reduce(torch.zeros(10 if rank else 1000), group=group),
+        "dtype": lambda: dist.all_reduce(torch.zeros(4, dtype=torch.int32 if rank else torch.float32), group=group),  # as many bytes: gloo would add them up
+        "op": lambda: dist.all_reduce(torch.zeros(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group),
+        "root": lambda: dist.broadcast(torch.zeros(4), src=rank, group=group),
+        "longer than sent": lambda: dist.broadcast(torch.zeros(10 if rank else 3), src=0, group=group),  # gloo would leave the rest as it was
+        "collective": lambda: dist.barrier(group=group) if rank else dist.all_gather([torch.zeros(2)] * 2, torch.zeros(2), group=group),
+        "asynchronous": late,
+        "pair": lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [3, 1] if rank else [1, 3], [2, 2], group=group),
+    }
+    with pytest.raises(WorldError) as error:
+        calls[kind]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("size", "all_reduce of 1000 float32 (SUM)", "all_reduce of 10 float32 (SUM)"),
+        ("dtype", "all_reduce of 4 float32 (SUM)", "all_reduce of 4 int32 (SUM)"),
+        ("op", "all_reduce of 4 float32 (SUM)", "all_reduce of 4 float32 (MAX)"),
+        ("root", "broadcast of 4 float32, root 0", "broadcast of 4 float32, root 1"),
+        ("longer than sent", "broadcast of 3 float32, root 0", "broadcast of 10 float32, root 0"),
+        ("collective", "all_gather of 4 float32", "barrier"),
+        ("asynchronous", "broadcast of 3 float32, root 0", "broadcast of 10 float32, root 0"),
+    ],
+)
+def test_ranks_that_differ_are_told(kind: str, first: str, second: str) -> None:
+    told, end = run_on(2, differ, kind), "all ranks of a group must call the same, with tensors that match"
+    assert told == [f"rank 0 calls {first}, but rank 1 calls {second}: {end}", f"rank 1 calls {second}, but rank 0 calls {first}: {end}"]
+
+
+def test_an_all_to_all_whose_pairs_differ_is_told() -> None:
+    told = run_on(2, differ, "pair")
+    assert told == [f"all_to_all_single: rank {1 - r} sends 2 elements to rank {r}, which expects 3; make the sizes agree" for r in range(2)]
+
+
+def mixed_blocking() -> list[float]:
+    """Some ranks may block where others do not; many calls without one that blocks."""
+    rank = flow.env.get_rank()
+    x = torch.full((4,), float(rank))
+    work = dist.broadcast(x, src=1, async_op=rank == 0)
+    if work is not None:
+        work.wait()
+    tensors = [torch.full((3,), float(rank + i)) for i in range(600)]
+    for late in [dist.all_reduce(t, async_op=True) for t in tensors]:
+        late.wait()
+    assert [t[0].item() for t in tensors] == [2 * i + 1 for i in range(600)]
+    dist.barrier()
+    return x.tolist()
+
+
+def test_blocking_and_not_may_be_mixed() -> None:
+    assert run_on(2, mixed_blocking) == [[1.0] * 4] * 2
+
+
+def unchecked() -> int:
+    os.environ["GLOBALTENSOR_CHECK_COLLECTIVES"] = "0"
+    try:
+        x = torch.zeros(10 if flow.env.get_rank() else 3)
+        dist.broadcast(x, src=0)
+        return x.numel()
+    finally:
+        del os.environ["GLOBALTENSOR_CHECK_COLLECTIVES"]
+
+
+def test_the_comparison_can_be_turned_off() -> None:
+    assert run_on(2, unchecked) == [3, 10], "gloo, not asked to compare, says nothing"
+
+
+def a_rank_does_not_come() -> float:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    began = time.monotonic()
+    if flow.env.get_rank() == 0:
+        with pytest.raises(WorldError, match=r"rank 0 calls all_reduce of 3 float32.*but rank 1 did not come"):
+            dist.all_reduce(torch.zeros(3), group=group)
+    took = time.monotonic() - began
+    dist.barrier()
+    return took
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    took, _ = run_on(2, a_rank_does_not_come)
+    assert 1 < took < 15
+
+
+def global_tensors_are_refused() -> None:
+    x = flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_gather([torch.empty(2)] * 2, tensor=x),
+        lambda: dist.all_gather([x, x], torch.empty(2)),
+        lambda: dist.send(x, 1),
+        lambda: dist.P2POp(dist.isend, x, 0),
+        lambda: flow.comm.all_reduce(x),
+    ):
+        with pytest.raises(GlobalTensorError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"):
+            call()
+
+
+def test_global_tensors_are_refused() -> None:
+    run_on(2, global_tensors_are_refused)
+
+
+def test_simulated_ranks_have_no_group(simulated: Any) -> None:
+    def ask() -> tuple[int, int]:
+        with pytest.raises(WorldError, match="simulated ranks have no process group"):
+            dist.all_reduce(torch.zeros(2))
+        return dist.get_rank(), dist.get_world_size()
+
+    assert simulated(2, ask) == [(0, 2), (1, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- beginnings and ends
+
+
+def beginnings(store: str) -> list[Any]:
+    """The world by itself, then init_process_group, and the other way round; again and again."""
+    rank, told = flow.env.get_rank(), list[Any]()
+
+    def works() -> None:
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        ones = flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+        told.append((x.tolist(), dist.get_backend(), flow.env.get_rank() == rank, ones.sum().item()))
+
+    dist.init_process_group("gloo")  # begun already: agrees
+    dist.init_process_group(world_size=2, rank=rank, timeout=datetime.timedelta(seconds=50))
+    works()
+    with pytest.raises(WorldError, match=r"asks for world_size 3, rank 2, backend 'nccl', but this process already is rank \d of 2"):
+        dist.init_process_group("nccl", world_size=3, rank=2)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{store}.1", rank=rank, world_size=2)
+    works()
+    dist.destroy_process_group()
+    dist.init_process_group(store=torch.distributed.FileStore(f"{store}.2", 2), rank=rank, world_size=2)
+    works()
+    dist.destroy_process_group()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}.3", rank=rank, world_size=2)  # torch's own, behind our back
+    works()
+    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
+    return told
+
+
+def test_the_world_and_init_process_group_get_on(fresh_pool: Any, tmp_path: Path) -> None:
+    pool = fresh_pool(2)
+    assert pool.run(beginnings, str(tmp_path / "store")) == [[([2.0, 2.0], "gloo", True, 2.0)] * 4] * 2
+    assert [size for size, _ in pool.run(after_the_end)] == [2, 2], "what asks next starts afresh"
+
+
+def after_the_end() -> tuple[int, Any]:
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return flow.env.get_world_size(), x.tolist()
+
+
+BY_ITSELF = """
+import torch, globaltensor as flow, globaltensor.distributed as dist
+assert not dist.is_initialized() and flow.env.get_world_size() == 1 and not dist.is_initialized()
+x = torch.ones(2)
+dist.all_reduce(x)
+assert dist.is_initialized() and x.tolist() == [1, 1]
+objects = [None]
+dist.all_gather_object(objects, "a")
+assert objects == ["a"]
+dist.destroy_process_group()
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), dist.get_backend()) == (0, 1, 0, "gloo")
+print("good")
+"""
+
+
+def test_one_process_needs_no_launcher() -> None:
+    assert run([sys.executable, "-W", "error", "-c", BY_ITSELF]) == (0, "good\n")
+
+
+def test_others_who_cannot_be_joined_are_told() -> None:
+    program = "import globaltensor.distributed as d, datetime as t; d.init_process_group('gloo', timeout=t.timedelta(seconds=2))"
+    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code, out = run([sys.executable, "-c", program], **where)
+    assert code == 1
+    assert "are all ranks started, and can they reach each other?" in out
+    assert "rank 1, world_size 2" in out
+
+
+# ---------------------------------------------------------------------------------------------------------------- RDMA
+
+
+def test_rdma_says_what_it_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "mlx5_9" / "ports" / "1").mkdir(parents=True)
+    (tmp_path / "mlx5_9" / "ports" / "1" / "state").write_text("1: DOWN\n")
+    with pytest.raises(WorldError, match=r"rank 0 lacks an InfiniBand or RoCE device with an active port \(looked in .*; devices there: mlx5_9\)"):
+        rdma.init_rdma(tmp_path)
+    assert not flow.env.rdma_is_initialized()
+    flow.env.destroy_rdma()
+
+
+def test_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, state, link in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "InfiniBand"), ("rxe0", "4: ACTIVE", "Ethernet")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "link_layer").write_text(link + "\n")
+    assert rdma.devices(tmp_path) == ["mlx5_0:1 (InfiniBand)", "rxe0:1 (RoCE)"]
+    with pytest.raises(WorldError, match="rank 0 lacks a backend that uses RDMA: this world's is gloo, which speaks TCP"):
+        rdma.init_rdma(tmp_path)
+    monkeypatch.setattr(flow.distributed.world.world(), "backend", "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    with pytest.raises(WorldError, match="NCCL_IB_DISABLE is set"):
+        rdma.init_rdma(tmp_path)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    rdma.init_rdma(tmp_path)
+    assert flow.env.rdma_is_initialized()
+    flow.env.destory_rdma()
+    assert not flow.env.rdma_is_initialized()
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_are_torchs() -> None:
+    program = """
+import torch
+import globaltensor as flow
+import globaltensor.nn.functional as F
+import globaltensor.nn.utils.rnn as rnn
+import globaltensor.distributed as dist
+from globaltensor.optim.lr_scheduler import StepLR
+from globaltensor.nn.parallel import DataParallel, DistributedDataParallel
+from globaltensor.distributed.fsdp import fully_shard
+from globaltensor.utils.data import DataLoader, DistributedSampler, GlobalDataLoader
+import globaltensor.distributed.checkpoint as dcp
+assert F is torch.nn.functional is flow.nn.functional and F.__spec__.name == "torch.nn.functional"
+assert rnn is torch.nn.utils.rnn and StepLR is torch.optim.lr_scheduler.StepLR and DataParallel is torch.nn.DataParallel
+assert dcp is torch.distributed.checkpoint and dist is flow.distributed and DataLoader is flow.utils.data.DataLoader is torch.utils.data.DataLoader
+assert flow.nn.Linear is torch.nn.Linear and flow.utils.checkpoint.checkpoint is torch.utils.checkpoint.checkpoint
+import globaltensor.nn.quantized
+for module in ("globaltensor.nothing", "globaltensor.nn.nothing", "globaltensor.nn.functional.nothing"):
+    try:
+        __import__(module)
+    except ModuleNotFoundError as error:
+        assert module in str(error), error
+    else:
+        raise AssertionError(module)
+try:
+    flow.nn.nothing
+except AttributeError as error:
+    assert str(error) == "neither globaltensor.nn nor torch.nn has 'nothing'", error
+print("good")
+"""
+    assert run([sys.executable, "-c", program])[1].splitlines()[-1] == "good"
+
+
+def test_a_failing_rank_in_the_pool_is_seen() -> None:
+    """That the checks above can fail."""
+    with pytest.raises(RanksFailed, match="rank 1 of 2"):
+        run_on(2, fail_on_one)
+
+
+def fail_on_one() -> None:
+    assert flow.env.get_rank() == 0
