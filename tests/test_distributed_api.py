@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,31 +13,13 @@ from typing import Any
 import pytest
 import torch
 from support.pool import RanksFailed, run_on
+from support.program import mpirun, needs_mpi, run
 from support.sweep import sweep
 
 import globaltensor as flow
 import globaltensor.distributed as dist
 from globaltensor.distributed import rdma
 from globaltensor.errors import GlobalTensorError, ShapeError, WorldError
-
-TESTS = Path(__file__).parent
-MPIRUN = Path(sys.executable).parent / "mpirun"
-
-
-def run(command: list[str], seconds: float = 120, **variables: str) -> tuple[int, str]:
-    """A program in a process group of its own, which is gone afterwards -> its exit code and what it wrote."""
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment)
-    try:
-        out, _ = process.communicate(timeout=seconds)
-        return process.returncode, out
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-
 
 # ---------------------------------------------------------------------------------------------------------------- values
 
@@ -56,9 +36,9 @@ def test_every_collective_on_gloo_with_four_ranks() -> None:
         assert not wrong, "\n".join(wrong[:10])
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason="needs globaltensor[mpi]")
+@needs_mpi
 def test_every_collective_on_mpi() -> None:
-    code, out = run([str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "support.sweep"])
+    code, out = run([*mpirun(2), "-m", "support.sweep"])
     assert code == 0, out[-3000:]
     assert out.count(" calls") == 2
 

@@ -1,0 +1,39 @@
+"""Programs run as a user runs them: in a process group of their own, under a time limit, with nothing left of them afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+MPIRUN = Path(sys.executable).parent / "mpirun"
+LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
+
+needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="needs globaltensor[mpi]")
+
+
+def run(command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str) -> tuple[int, str]:
+    """-> exit code, and what was written to stdout and stderr."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **variables}
+    process = subprocess.Popen(
+        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment, cwd=folder
+    )  # fmt: skip
+    try:
+        out, _ = process.communicate(timeout=seconds)
+        return process.returncode, out
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def mpirun(n: int) -> list[str]:
+    """What starts ``n`` ranks by MPI."""
+    return [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(n), sys.executable]
