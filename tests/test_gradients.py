@@ -258,6 +258,17 @@ def test_hooks_of_modules() -> None:
         same(a.grad, b.grad)
 
 
+def _which_results_have_a_gradient() -> list[list[bool]]:
+    x = leaf(values(3, 5, 5), S(0))  # the fourth rank has none of the matrices
+    return [[t.requires_grad for t in f(x)] for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)]
+
+
+def test_an_empty_part_has_the_gradients_of_the_others() -> None:
+    plain = values(3, 5, 5).requires_grad_()
+    want = [[t.requires_grad for t in f(plain)] for f in (torch.linalg.lu, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.lu_factor_ex)]
+    assert simulate(4, _which_results_have_a_gradient) == [want] * 4
+
+
 def _gradient_without_memory() -> None:
     """Autograd stands for some zeros with a tensor that has no memory (the gradient of a sign)."""
     for sbp in (S(0), S(1), B, P):

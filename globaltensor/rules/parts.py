@@ -99,9 +99,30 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable
         shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
 
         def empty(*args: Any, **kwargs: Any) -> Any:
-            made = [zeros_connected(shape, dtype, operands(args, kwargs)) for shape, dtype in shapes]
-            return made[0] if len(made) == 1 else tuple(made)
+            inputs = operands(args, kwargs)
+            made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]
+            if len(made) == 1:
+                return made[0]
+            smooth = _differentiable(op.function, split, args, kwargs)
+            return tuple(t if keep else t.detach() for t, keep in zip(made, smooth or [True] * len(made), strict=True))
 
         return empty
 
     return local
+
+
+def _differentiable(function: Any, split: Split, args: Any, kwargs: Any) -> list[bool]:
+    """Which results have a gradient, as a run without memory on the whole shapes tells; nothing where torch cannot run it so."""
+    specs = iter(split.ins)
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            spec = next(specs)
+            return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=value.requires_grad)
+        return type(value)(map(whole, value)) if type(value) in (tuple, list) else value
+
+    try:
+        out = function(*whole(args), **{k: whole(v) for k, v in kwargs.items()})
+    except (RuntimeError, TypeError):
+        return []
+    return [t.requires_grad for t in operands(out, {})]
