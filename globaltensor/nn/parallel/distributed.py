@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...distributed.groups import start
-from ...errors import GlobalTensorError
+from ...errors import GlobalTensorError, WorldError
 
 __all__ = ["DistributedDataParallel"]
 
@@ -27,7 +28,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     - ``bucket_size``: parameters in a bucket, on average, in place of ``bucket_cap_mb``; ``use_bucket=False``: one all-reduce for each parameter.
     - On machines with several GPUs a module on ``"cuda"`` moves to that of the local rank, which becomes the current one: ``.to("cuda")`` then means that.
 
-    Raises WorldError where the ranks cannot meet, RuntimeError (torch's) where their modules differ.
+    Raises WorldError where the ranks cannot meet, or where their modules differ: on every rank, naming two and what they hold.
     Source: OneFlow's and torch's ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
     """
 
@@ -54,6 +55,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         start()
         if not device_ids:
             _to_own_device(module)
+        _check_alike(module, process_group if more.get("device_mesh") is None else more["device_mesh"].get_group())
         if bucket_size is not None or not use_bucket:
             if bucket_cap_mb is not None:
                 raise GlobalTensorError("DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) both say how large a bucket is: give one")
@@ -97,6 +99,27 @@ def _megabytes(module: nn.Module, parameters: int | None) -> float:
         raise GlobalTensorError(f"DistributedDataParallel: bucket_size is the number of parameters in a bucket, at least 1, not {parameters}")
     sizes = [p.nbytes for p in module.parameters() if p.requires_grad] or [1]
     return parameters * sum(sizes) / len(sizes) / 2**20
+
+
+def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """torch's own check raises on all ranks but the first of the group, which goes on and waits for the others."""
+    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters() if not nn.parameter.is_lazy(p)]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    for index, other in enumerate(every):
+        pairs = itertools.zip_longest(every[0], other)
+        wrong = next(((a, b) for a, b in pairs if a != b), None)
+        if wrong is not None:
+            ranks = dist.get_process_group_ranks(group)
+            told = [f"rank {ranks[i]} has {_told(p)}" for i, p in zip((0, index), wrong, strict=True)]
+            raise WorldError(f"DistributedDataParallel: the ranks' modules differ: {', where '.join(told)}; all need the same parameters in the same order")
+
+
+def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if parameter is None:
+        return "no parameter more"
+    name, shape, dtype, trained = parameter
+    return f"{name}, {dtype.removeprefix('torch.')}{list(shape)}{'' if trained else ', frozen'}"
 
 
 def _to_own_device(module: nn.Module) -> None:
