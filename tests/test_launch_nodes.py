@@ -67,8 +67,16 @@ def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
     assert nobody_left(folder)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_launcher_that_dies_ends_all(number: signal.Signals, victim: int, folder: Path, port: int) -> None:
     path = write_script(folder, "sleep()")
     more = ["--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=3", path]

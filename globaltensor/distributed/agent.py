@@ -129,7 +129,7 @@ class NodeAgent(SimpleElasticAgent):
             self._announce_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._mpirun is not None and self._mpirun.died and team.alive:
-            self._mpirun.close()
+            return self._lost_mpirun(team, self._mpirun)
         if team.alive or not self._all_nodes_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.code = 0
@@ -177,6 +177,15 @@ class NodeAgent(SimpleElasticAgent):
         self._announce_restart()
         failures = {rank.rank: ProcessFailure(rank.local_rank, rank.process.pid if rank.process else 0, rank.code or 0, "") for rank in failed}
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _lost_mpirun(self, team: Team, mpirun: Mpirun) -> RunResult:
+        self.code, told = mpirun.epitaph()
+        if self._watch is not None:
+            self._watch.tell(told, self.code, self._remaining_restarts == 0)
+        self._end(team)
+        say(f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it connected had to end with it")
+        self._announce_restart()
+        return RunResult(state=WorkerState.UNHEALTHY)
 
     def _announce_restart(self) -> None:
         limit = self._worker_group.spec.max_restarts

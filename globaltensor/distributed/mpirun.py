@@ -20,7 +20,7 @@ from typing import Final
 
 from ..errors import WorldError
 from .streams import Pump, Stream
-from .supervise import Process, Rank, stdin, tethered
+from .supervise import Process, Rank, signal_name, stdin, tethered
 
 __all__ = ["Mpirun", "find_mpirun"]
 
@@ -127,6 +127,12 @@ class Mpirun:
     def died(self) -> bool:
         """Has mpirun ended though it was not asked to?"""
         return self._process is not None and self._process.poll() is not None
+
+    def epitaph(self) -> tuple[int, str]:
+        """(exit code for it, how it ended), once it has."""
+        code = self._process.returncode if self._process is not None else 1
+        how = f"was ended by {signal_name(-code)} (signal {-code})" if code < 0 else f"ended with exit code {code} before its ranks"
+        return 128 - code if code < 0 else code or 1, f"{self._program} {how}"
 
     def _why(self, missing: int, n: int) -> str:
         how = f"ended with code {self._process.returncode}" if self._process and self.died else f"had not started them after {_START_SECONDS:g} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ __all__ = ["Keeper", "Process", "Rank", "Team", "start_here", "stdin", "tethered
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
 _TAIL_LINES: Final = 12
+_RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before the lines of a traceback
 _HEADS: Final = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
 _TETHER: Final = Path(__file__).with_name("tether.py")
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -73,7 +75,8 @@ class Rank:
 
     def last_words(self) -> list[str]:
         """The last traceback it wrote, shortened to its head and its end; else its last lines."""
-        lines = self.err.tail().decode(errors="replace").replace("\r", "\n").rstrip().splitlines()
+        said = _RANK_BEFORE.sub("", self.err.tail().decode(errors="replace").replace("\r", "\n"))
+        lines = said.rstrip().splitlines()
         heads = [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
