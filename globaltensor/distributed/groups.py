@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from .. import _torch
 from ..errors import WorldError
 from .backends import choose, names, prepare
 from .detect import Detected, detect
+from .interface import advice, lead_gloo
 from .world import ProcessWorld, reset_world, running, world
 from .world import timeout as default_timeout
 
@@ -65,12 +67,15 @@ def init_process_group(
     chosen = choose(backend, place)
     prepare(chosen)
     where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place)
+    master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
+    lead_gloo(master, place.nodes if place else 1)
     options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
     try:
         dist.init_process_group(chosen, **where, **options)
     except RuntimeError as error:
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
-        raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; are all ranks started, and can they reach each other?") from error
+        mend = advice(error, master) or "are all ranks started, and can they reach each other?"
+        raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
     started = world()
     if isinstance(started, ProcessWorld):
         started.owned = True  # so that nothing of it is left when the interpreter ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ..errors import WorldError
 from .agent import Signals
+from .interface import is_here, own_address
 from .nodes import CONNECT_SECONDS, FixedNodes, Interruptible
 
 __all__ = ["ROLE", "Job", "Output", "in_one_line"]
@@ -114,8 +114,13 @@ class Job:
         if not self.rdzv_endpoint:
             raise WorldError(f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one of the nodes, or a server, is to be met")
         conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}
-        local = self.local_addr or _address_towards(self.rdzv_endpoint)
-        given = RendezvousParameters(self.rdzv_backend, self.rdzv_endpoint, self.rdzv_id or "none", *self.nnodes, local_addr=local, **conf)
+        endpoint, local = self.rdzv_endpoint, self.local_addr
+        host, _, port = endpoint.rpartition(":")
+        # torch goes by this node's own name, which others need not know, and which on Debian means 127.0.1.1.
+        if host and is_here(host.strip("[]")):
+            endpoint, local = f"localhost:{port}" if self.rdzv_backend == "c10d" else endpoint, local or host.strip("[]")
+        local = local or own_address(host.strip("[]") or endpoint)
+        given = RendezvousParameters(self.rdzv_backend, endpoint, self.rdzv_id or "none", *self.nnodes, local_addr=local or None, **conf)
         try:
             with signals.at_once():
                 return Interruptible(get_rendezvous_handler(given), signals.at_once)
@@ -142,18 +147,6 @@ class Job:
         if self.backend:
             out["GLOBALTENSOR_BACKEND"] = self.backend
         return out
-
-
-def _address_towards(endpoint: str) -> str | None:
-    """The address of this machine that others on the way to ``endpoint`` know it by; its own name, which torch would take, need not be known to them."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        kind, _, _, _, where = socket.getaddrinfo(host.strip("[]") or port, int(port) if host and port else 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError):
-        return None
 
 
 def in_one_line(error: BaseException | None) -> str:

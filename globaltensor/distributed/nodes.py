@@ -235,27 +235,39 @@ class Watch:
         self._line = socket.create_connection(line, _STORE_SECONDS)
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
-        self.news, self.code, self.final = "", 1, True
+        self._news, self.code, self.final = "", 1, True
         self.silent: int | None = None
+        self._answered = time.monotonic()
+        self._deaf = False
         self._thread = threading.Thread(target=self._run, name="globaltensor launcher's watch", daemon=True)
         self._thread.start()
 
     def tell(self, what: str, code: int, final: bool) -> str:
         """Post that this node has failed -> the news of another that had before, or nothing. ``final``: it does not begin again."""
-        with contextlib.suppress(RuntimeError):
-            if self._reachable():
-                if self._store.add("failures", 1) == 1:
-                    told = {"node": self._rank, "host": socket.gethostname(), "what": what, "code": code, "final": final}
-                    self._store.set("failure", json.dumps(told))
-                    self._store.add("heard", int(self._rank > 0))
-                elif self._store.check(["failure"]):
-                    self._hear(json.loads(self._store.get("failure")))
-        return self.news
+
+        def post() -> int:
+            if self._store.add("failures", 1) == 1:
+                told = {"node": self._rank, "host": socket.gethostname(), "what": what, "code": code, "final": final}
+                self._store.set("failure", json.dumps(told))
+                return self._store.add("heard", int(self._rank > 0))
+            if self._store.check(["failure"]):
+                self._hear(json.loads(self._store.get("failure")))
+            return 0
+
+        self._ask(post)
+        return self._news
+
+    @property
+    def news(self) -> str:
+        """What has become of another node; nothing as long as all is well."""
+        silence = time.monotonic() - self._answered
+        if not self._news and self._rank > 0 and silence > self._silence:  # our thread waits for an answer, maybe for ever
+            self._news = f"node 0 has been silent for {silence:.0f} s: its launcher is dead, or its network"
+        return self._news
 
     def done(self) -> None:
         """Say that this node's ranks have ended well."""
-        with contextlib.suppress(RuntimeError):
-            self._store.add("done", 1)
+        self._ask(lambda: self._store.add("done", 1))
 
     @property
     def all_done(self) -> bool:
@@ -265,10 +277,9 @@ class Watch:
     def leave(self) -> None:
         """Wait until all nodes know that all is done: whose launcher serves the store must be the last to go."""
         until = time.monotonic() + self._silence
-        with contextlib.suppress(RuntimeError):
-            self._store.add("left", 1)
-            while self._reachable() and self._count("left") < self._nodes and time.monotonic() < until:
-                time.sleep(_TICK_SECONDS)
+        self._ask(lambda: self._store.add("left", 1))
+        while not self._deaf and self._reachable() and self._count("left") < self._nodes and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
         """End the watch. Whose launcher serves the store gives the others time to read in it why."""
@@ -281,10 +292,22 @@ class Watch:
         self._line.close()
 
     def _count(self, key: str) -> int:
-        with contextlib.suppress(RuntimeError):
-            if self._reachable():
-                return int(self._store.add(key, 0))
-        return 0
+        return self._ask(lambda: self._store.add(key, 0))
+
+    def _ask(self, question: Callable[[], int]) -> int:
+        """What the store answers; 0 where it does not. It is not asked again then: torch waits for as long as the system takes a cut cable for a slow one."""
+        answers: list[int] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        if not self._deaf and self._reachable():
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(min(_STORE_SECONDS, self._silence))
+            self._deaf = asking.is_alive()
+        return answers[0] if answers else 0
 
     def _reachable(self) -> bool:
         """Is the connection up? Asked before the store is, which writes pages to stderr when its own is not."""
@@ -295,8 +318,9 @@ class Watch:
 
     def _run(self) -> None:
         last = 0.0
-        while not self.news and not self._stop.wait(min(0.2, self._interval)):
+        while not self._news and not self._stop.wait(min(0.2, self._interval)):
             try:
+                self._answered = time.monotonic()
                 if not self._reachable():
                     raise ConnectionError
                 if self._store.check(["failure"]):
@@ -306,13 +330,13 @@ class Watch:
                     self._beat()
             except (RuntimeError, OSError):
                 if not self._stop.is_set():
-                    self.news = f"the launcher of node 0, which serves the meeting point {self.where}, is gone"
+                    self._news = f"the launcher of node 0, which serves the meeting point {self.where}, is gone"
 
     def _hear(self, told: dict[str, object]) -> None:
-        if told["node"] != self._rank and not self.news:
+        if told["node"] != self._rank and not self._news:
             self._store.add("heard", 1)
             self.code, self.final = int(str(told["code"])), bool(told["final"])
-            self.news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
+            self._news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
 
     def _beat(self) -> None:
         """Show that this launcher lives; look whether others do: node 0 at all, all at node 0."""
@@ -326,8 +350,8 @@ class Watch:
                 self._beats[node] = (beat, now)
             elif now - known[1] > self._silence:
                 self.silent = node
-                self.news = f"node {node} has been silent for {now - known[1]:.0f} s: its launcher is dead, or its network"
-                self.tell(self.news, 1, True)
+                self._news = f"node {node} has been silent for {now - known[1]:.0f} s: its launcher is dead, or its network"
+                self.tell(self._news, 1, True)
 
 
 def _reason(error: OSError) -> str:

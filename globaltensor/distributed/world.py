@@ -21,6 +21,7 @@ from ..errors import WorldError
 from .backends import choose, prepare
 from .comm import Comm, Traffic
 from .detect import Detected, detect
+from .interface import advice, lead_gloo
 
 __all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
 
@@ -192,6 +193,7 @@ def _join(place: Detected) -> None:
     importlib.import_module("torch.distributed.nn.functional")
     backend = choose(place=place)
     prepare(backend)
+    lead_gloo(place.addr, place.nodes)
     try:
         # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
         known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
@@ -200,5 +202,5 @@ def _join(place: Detected) -> None:
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
-            "are all ranks started, and is the port free and reachable?"
+            + (advice(error, place.addr) or "are all ranks started, and is the port free and reachable?")
         ) from error
