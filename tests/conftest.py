@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
 # Machines differ in speed, and the first example pays for imports: no deadline for an example; the run has its own time limit.
@@ -55,3 +56,4 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
 
 def pytest_sessionfinish() -> None:
     close_pools()
+    close_mpi_pools()

@@ -399,7 +399,7 @@ def _one_by_one(rounds: Sequence[Steps]) -> Steps:
 
 
 def _sent(team: Team, t: Tensor, to: int, tag: int) -> Steps:
-    here = Round(team, tag)
+    here = Round(team, tag, shared=False)
     here.send(t, to)
     yield here
 

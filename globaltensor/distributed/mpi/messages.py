@@ -6,6 +6,7 @@ bytes than a long message brings (seen with 5.0.11 between processes of one host
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Inbox", "Round", "Team"]
+
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 #: MPI counts bytes with 32 bits: longer messages go in pieces.
 _PIECE: Final = 1 << 30
@@ -56,16 +59,21 @@ def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want:
         return message.Irecv(api.buffer.fromaddress(at, want))
     waste = torch.empty(max(0, got), dtype=torch.uint8)
     message.Recv(api.buffer.fromaddress(waste.data_ptr(), waste.nbytes))
+    if got == 0:
+        raise WorldError(f"rank {team.names[source]} sent nothing where {want} bytes are expected: it gave up (its own error says why), or gives no elements")
     raise WorldError(f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give tensors of different sizes, or do different things")
 
 
 class Round:
-    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the round is finished."""
+    """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the round is finished.
 
-    __slots__ = ("_arriving", "_kept", "_requests", "_status", "_tag", "_team")
+    ``shared``: all of the team take part, each with rounds of its own.
+    """
 
-    def __init__(self, team: Team, tag: int) -> None:
-        self._team, self._tag = team, tag
+    __slots__ = ("_arriving", "_kept", "_requests", "_shared", "_status", "_tag", "_team")
+
+    def __init__(self, team: Team, tag: int, shared: bool = True) -> None:
+        self._team, self._tag, self._shared = team, tag, shared
         self._requests: list[MPI.Request] = []
         self._arriving: list[tuple[int, int, int]] = []
         self._kept: list[Tensor] = []
@@ -113,8 +121,12 @@ class Round:
         return sorted({self._team.names[entry[0]] for entry in self._arriving})
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more. The others are told: a message of no bytes comes after what was sent before."""
         self._arriving = []
+        with contextlib.suppress(self._team.library.api.Exception):
+            for to in range(self._team.size if self._shared else 0):
+                if to != self._team.index:
+                    self.send(_NOTHING, to)
         self._team.library.abandon(self._requests, self._kept)
 
 

@@ -28,4 +28,5 @@ def all_reduce_sparse(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     yield from collectives.all_gather(team, tag, indices, all_indices)
     yield from collectives.all_gather(team, tag, values, all_values)
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), t.shape, check_invariants=False).coalesce()
-    t.detach().copy_(total / team.size if fold.name == "AVG" else total)
+    with torch.no_grad():  # on the tensor itself: detach() of a sparse one doesn't share what copy_ replaces
+        t.copy_(total / team.size if fold.name == "AVG" else total)

@@ -1,0 +1,25 @@
+"""One process of a pool that mpirun has started: finds its way to the test run, then is a worker as any other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import globaltensor as flow
+from support import worker
+
+if __name__ == "__main__":
+    door = socket.socket(socket.AF_UNIX)
+    door.connect(sys.argv[1])
+    connection = Connection(os.dup(door.fileno()))
+    rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK") if name in os.environ)
+    connection.send_bytes(pickle.dumps((rank, os.getpid())))
+    sys.argv[1] = str(door.detach())
+    flow.env.get_rank()  # starts the process group
+    worker.main()
