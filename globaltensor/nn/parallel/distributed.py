@@ -12,11 +12,14 @@ from torch import nn
 
 from ...distributed.groups import start
 from ...errors import GlobalTensorError, WorldError
+from ...wrapper import GlobalTensor
+from .replicas import GlobalReplicas
+from .transparent import Transparent
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
     """Each rank trains ``module`` on its share of the batch; gradients are averaged over the ranks while backward runs.
 
     torch's arguments, all of them, and its methods (``no_sync``, ``join``, ``register_comm_hook``, ...). Besides:
@@ -31,6 +34,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises WorldError where the ranks cannot meet, or where their modules differ: on every rank, naming two and what they hold.
     Source: OneFlow's and torch's ``nn.parallel.DistributedDataParallel``; Li et al., PyTorch Distributed, VLDB 2020.
     """
+
+    def __new__(cls, module: nn.Module | None = None, *args: Any, **options: Any) -> Any:
+        """A module whose parameters are global tensors is one of several replicas (replicas.py)."""
+        if not isinstance(module, nn.Module) or not any(isinstance(p, GlobalTensor) for p in module.parameters()):
+            return super().__new__(cls)
+        known = {name: options.pop(name) for name in ("broadcast_buffers", "broadcast_parameters", "process_group") if name in options}
+        if args or options:
+            raise GlobalTensorError(
+                f"DistributedDataParallel of a module with global parameters takes {', '.join(('broadcast_buffers', 'broadcast_parameters', 'process_group'))} "
+                f"by name, not {', '.join(options) or 'positional arguments'}: its gradients go through the buckets of global tensors"
+            )
+        return GlobalReplicas(module, **known)
 
     def __init__(
         self,
@@ -70,25 +85,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 find_unused_parameters=find_unused_parameters, check_reduction=check_reduction, gradient_as_bucket_view=gradient_as_bucket_view,
                 static_graph=static_graph, **more,
             )  # fmt: skip
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None:
-                raise
-            return getattr(inner, name)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; keys with and without the prefix ``module.``."""
-        taken = type(state_dict)(state_dict)
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is not None:
-            taken._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()} | metadata
-        return super().load_state_dict(taken, strict, assign)
 
 
 def _megabytes(module: nn.Module, parameters: int | None) -> float:
@@ -130,22 +126,3 @@ def _to_own_device(module: nn.Module) -> None:
     if {p.device for p in module.parameters()} == {torch.device("cuda", 0)}:
         torch.cuda.set_device(local)
         module.to(torch.device("cuda", local))
-
-
-def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """In a state dict just made: ``prefix.module.x`` -> ``prefix.x``."""
-    old = f"{prefix}module."
-    for key in [k for k in state if k.startswith(old)]:
-        state[prefix + key[len(old) :]] = state.pop(key)
-    kept = getattr(state, "_metadata", None)
-    if kept is not None:
-        own = prefix[:-1]
-        for key in [k for k in kept if k == f"{prefix}module" or k.startswith(old)]:
-            kept[own if key == f"{prefix}module" else prefix + key[len(old) :]] = kept.pop(key)
-
-
-def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so already."""
-    known = wrapper.get_submodule("module").state_dict().keys()
-    for key in [k for k in state if k.startswith(prefix) and k[len(prefix) :] in known]:
-        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -1,0 +1,146 @@
+"""DDP over replicas of a model whose parameters are global tensors: each lies on its own ranks; gradients are averaged between those that correspond.
+
+The sum over the ranks of a replica that hold a parameter whole, and that over the replicas, are one sum: one all-reduce among all these ranks, in the
+buckets of reducer.py, while backward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import reducer
+from ...distributed.world import world
+from ...errors import GlobalTensorError, PlacementError
+from ...placement import Placement
+from ...wrapper import GlobalTensor
+from .transparent import Transparent
+
+__all__ = ["GlobalReplicas"]
+
+
+class GlobalReplicas(Transparent, nn.Module):
+    """What ``DistributedDataParallel`` makes of a module with global parameters.
+
+    Every rank builds the module on the placement of its own replica: ``module.to_global(flow.placement("cpu", [[0, 1], [2, 3]][replica]), ...)``. The replicas
+    have placements of one shape and parameters of one sbp; rank i of one corresponds to rank i of the others. Rank 0's replica gives parameters and, at
+    each forward, buffers to the others. Gradients are means over the replicas; under ``no_sync()`` they stay where they are.
+
+    ``process_group``: the ranks that correspond to this one, where they are not to be found among all ranks.
+    Raises PlacementError where replicas do not correspond, GlobalTensorError where some parameters are global and some are not.
+    """
+
+    def __init__(
+        self, module: nn.Module, broadcast_buffers: bool | None = True, broadcast_parameters: bool = True, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.broadcast_buffers = broadcast_buffers is not False
+        here = world()
+        parameters = list(dict(module.named_parameters()).items())
+        plain = [name for name, p in parameters if not isinstance(p, GlobalTensor)]
+        if plain:
+            raise GlobalTensorError(f"DistributedDataParallel: {', '.join(plain[:3])} is local, other parameters are global: module.to_global makes all so")
+        placements = _replicas({name: p._spec.placement for name, p in parameters}, process_group)
+        self.module = module
+        self.peers: tuple[int, ...] = ()
+        for name, p in parameters:
+            replicas = placements[name]
+            mine = p._spec.placement.flat
+            if here.rank not in mine:
+                continue
+            self.peers = tuple(r[mine.index(here.rank)] for r in replicas)
+            if p.requires_grad and p._local.is_leaf:
+                _replace(p, replicas)
+        if self.peers:
+            self._spread([p._local for _, p in parameters] if broadcast_parameters else [])
+            self._spread(self._buffers_here())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broadcast_buffers and self.peers and not reducer.reducer().deferred:
+            self._spread(self._buffers_here())
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients unsummed; the first outside sums all."""
+        with reducer.no_sync():
+            yield
+
+    def _buffers_here(self) -> list[torch.Tensor]:
+        return [b._local if isinstance(b, GlobalTensor) else b for b in self.module.buffers()]
+
+    @torch.no_grad()
+    def _spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The first replica's values, to the others: one broadcast for each dtype and device."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for t in tensors:
+            kinds.setdefault((t.dtype, t.device), []).append(t)
+        comm = world().comm(self.peers)
+        for these in kinds.values():
+            flat = comm.broadcast(torch.cat([t.reshape(-1) for t in these]), 0)
+            for t, part in zip(these, flat.split([t.numel() for t in these]), strict=True):
+                t.copy_(part.view(t.shape))
+
+
+def _replicas(mine: dict[str, Placement], group: dist.ProcessGroup | None) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks of every replica of each parameter, in the order of their first rank. Collective."""
+    here = world()
+    ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
+    told = here.comm(ranks).all_gather_object({name: (p.type, p.shape, p.flat) for name, p in mine.items()})
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name, placement in mine.items():
+        others = {rank: other.get(name) for rank, other in zip(ranks, told, strict=True)}
+        for rank, other in others.items():
+            if other is None or other[:2] != (placement.type, placement.shape):
+                has = "has no such parameter" if other is None else f'holds it on a placement "{other[0]}" of shape {other[1]}'
+                raise PlacementError(
+                    f'DDP: rank {here.rank} holds {name} on a placement "{placement.type}" of shape {placement.shape}, but rank {rank} {has}: '
+                    "replicas must be alike"
+                )
+        sets = sorted({other[2] for other in others.values() if other is not None})
+        held = [r for ranks in sets for r in ranks]
+        if len(set(held)) != len(held):
+            raise PlacementError(f"DistributedDataParallel: the replicas of {name} lie on {', '.join(map(str, sets))}, which share ranks: each needs its own")
+        found[name] = sets
+    return found
+
+
+def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
+    """Sum the gradient of a leaf over the replicas too."""
+    before = leaf._leaf
+    if before is not None:
+        before.handle.remove()
+    leaf._leaf = _Mean(leaf, replicas)
+    if before is not None:
+        leaf._leaf.value, leaf._leaf.hooks = before.value, before.hooks
+
+
+class _Mean(reducer.LeafGradient):
+    """The gradient of one leaf, averaged over the replicas."""
+
+    def __init__(self, leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
+        super().__init__(leaf, reducer.reducer().number())
+        if any(e.is_partial for e in self.spec.layout):
+            raise GlobalTensorError(f"DistributedDataParallel: a parameter is partial ({self.spec!r}): make it broadcast or split first")
+        flat = self.spec.placement.flat
+        within = self.ranks or (world().rank,)
+        self.count = len(replicas)
+        self.ranks = tuple(sorted(ranks[flat.index(r)] for r in within for ranks in replicas))
+        self.bucketed = len(self.ranks) > 1
+        self.way = (*self.way, "replicas")  # type: ignore[assignment]
+
+    def put(self, grad: torch.Tensor) -> None:
+        if grad.requires_grad or grad.layout is not torch.strided:
+            raise GlobalTensorError("DistributedDataParallel: gradients that are sparse, or differentiated again, cannot be averaged over replicas")
+        super().put(grad.div_(self.count))
+
+    def settle(self) -> torch.Tensor | None:
+        grad = self.take() if self.local.grad is not None else None
+        if grad is not None:
+            self.put(world().comm(self.ranks).all_reduce(grad.contiguous()))
+        return self.value

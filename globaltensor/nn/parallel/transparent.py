@@ -1,0 +1,54 @@
+"""A wrapper around a module that shows the module's own attributes, and its own keys in state dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Transparent"]
+
+
+class Transparent(nn.Module):
+    """Wraps ``module``. What the wrapper doesn't have is looked for there; ``state_dict()`` has no prefix ``module.``, ``load_state_dict`` takes both."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; keys with and without the prefix ``module.``."""
+        taken = type(state_dict)(state_dict)
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            taken._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()} | metadata
+        return super().load_state_dict(taken, strict, assign)
+
+
+def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """In a state dict just made: ``prefix.module.x`` -> ``prefix.x``."""
+    old = f"{prefix}module."
+    for key in [k for k in state if k.startswith(old)]:
+        state[prefix + key[len(old) :]] = state.pop(key)
+    kept = getattr(state, "_metadata", None)
+    if kept is not None:
+        own = prefix[:-1]
+        for key in [k for k in kept if k == f"{prefix}module" or k.startswith(old)]:
+            kept[own if key == f"{prefix}module" else prefix + key[len(old) :]] = kept.pop(key)
+
+
+def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """In a state dict to be loaded: ``prefix.x`` -> ``prefix.module.x``, where it is not so already."""
+    known = wrapper.get_submodule("module").state_dict().keys()
+    for key in [k for k in state if k.startswith(prefix) and k[len(prefix) :] in known]:
+        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
