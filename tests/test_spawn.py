@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.program import needs_mpi
 
 import globaltensor as flow
 from globaltensor.errors import WorldError
@@ -172,6 +173,16 @@ def test_runs_side_by_side_do_not_meet(mark: Path) -> None:
     assert results == {0: [2.0, 2.0], 1: [20.0, 20.0]}
 
 
+@needs_mpi
+def test_ranks_of_an_mpi_world(mark: Path) -> None:
+    def summed() -> Any:
+        x = flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).sum()
+        return flow.env.get_rank(), torch.distributed.get_backend(), x.item()
+
+    assert flow.run(summed, backend="mpi") == [(0, "mpi", 4.0), (1, "mpi", 4.0)]
+    assert within(PROMPT, lambda: not alive(mark)), "mpirun has ended too"
+
+
 # ---------------------------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -248,7 +259,7 @@ def vanish() -> None:
         (demanding_error, 1, r"(?s)rank 0 of 1 failed:.*Demanding: xy"),
         (leave, 1, r"(?s)rank 0 of 1 failed:.*in leave.*SystemExit: 3"),
         (die, 2, r"(?s)rank 1 \(local rank 1, pid \d+ on .*\) was ended by SIGKILL \(signal 9\), as the system does when memory runs out.*\| last words"),
-        (vanish, 1, r"rank 0 \(.*\) ended with exit code 5 before the function returned"),
+        (vanish, 1, r"rank 0 \(.*\) ended with exit code 5; the function had not returned"),
     ],
 )
 def test_what_else_may_happen_to_a_rank_is_told(fn: Callable[[], None], nprocs: int, says: str, mark: Path) -> None:

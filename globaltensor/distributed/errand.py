@@ -51,9 +51,9 @@ class Failure:
     error: Parcel | None
 
 
-def main(folder: Path, rank: int, parent: int) -> None:
-    """Run one rank of a call. Ends the process with code 1 where it fails."""
-    end_with(parent)
+def main(folder: Path, rank: int, parent: int | None) -> None:
+    """Run one rank of a call; ``parent``: who called, where that is this process's parent. Ends the process with code 1 where it fails."""
+    end_with(parent or os.getppid())
     _tell_where_when_asked(folder / f"stack.{rank}")
     try:
         result = _answer(folder, rank)

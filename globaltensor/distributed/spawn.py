@@ -131,7 +131,7 @@ class _Shown(Stream):
 
 
 def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
-    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent=os.getpid()), str(folder)]
+    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent="None" if "mpi" in names(backend) else os.getpid()), str(folder)]
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8"}  # a rank that crashes in native code shows where
     if n > 1:
@@ -195,7 +195,7 @@ class _Errand:
         failure, rank = min(failures, key=lambda found: found[0].at if found[0] else 0.0)
         if failure is None:
             words = "".join(f"\n| {line}" for line in rank.last_words())
-            raise WorldError(f"{rank.epitaph()} before the function returned{words}")
+            raise WorldError(f"{rank.epitaph()}; the function had not returned{words}")
         told = WorldError(f"rank {rank.rank} of {self.n} failed:\n{failure.traceback.rstrip()}")
         if failure.error is None:
             raise told
