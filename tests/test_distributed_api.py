@@ -325,6 +325,30 @@ def test_one_process_needs_no_launcher() -> None:
     assert run([sys.executable, "-W", "error", "-c", BY_ITSELF]) == (0, "good\n")
 
 
+NODES = """
+import sys
+import globaltensor as flow, globaltensor.distributed as dist
+from globaltensor.distributed import groups
+
+def work(rank, store):
+    groups._host = lambda: "ab"[rank // 2]  # two machines with two ranks, and one rank
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    told = [None] * 3
+    dist.all_gather_object(told, (flow.env.get_rank(), flow.env.get_local_rank(), flow.env.get_node_size()))
+    assert told == [(0, 0, 2), (1, 1, 2), (2, 0, 2)], told
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    flow.spawn(work, args=(sys.argv[1],), nprocs=3)
+    print("good")
+"""
+
+
+def test_ranks_that_no_launcher_started_find_out_who_shares_a_machine(tmp_path: Path) -> None:
+    (tmp_path / "nodes.py").write_text(NODES)
+    assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (0, "good\n")
+
+
 def test_others_who_cannot_be_joined_are_told() -> None:
     program = "import globaltensor.distributed as d, datetime as t; d.init_process_group('gloo', timeout=t.timedelta(seconds=2))"
     where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

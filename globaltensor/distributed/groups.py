@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -79,7 +81,23 @@ def init_process_group(
     started = world()
     if isinstance(started, ProcessWorld):
         started.owned = True  # so that nothing of it is left when the interpreter ends
+        if started.size > 1 and (place is None or (place.rank, place.world_size) != (started.rank, started.size)):
+            _find_nodes(started)
     return None
+
+
+def _find_nodes(here: ProcessWorld) -> None:
+    """No launcher has said which ranks share a machine: they tell each other."""
+    hosts = here.comm(tuple(range(here.size))).all_gather_object(_host())
+    here.local_rank, here.node_size = hosts[: here.rank].count(hosts[here.rank]), len(set(hosts))
+
+
+def _host() -> str:
+    """This machine: its name, and on Linux what tells apart those of one name."""
+    try:
+        return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None) -> dict[str, Any]:
