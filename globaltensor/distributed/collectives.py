@@ -52,11 +52,9 @@ def refuse_global(name: str, values: Iterable[Any]) -> None:
             refuse_global(name, value)
 
 
-def _on_gloo(group: Any, device: torch.device | None) -> bool:
-    config = str(dist.get_backend_config(group))
-    if "gloo" not in config:
-        return False
-    return config == "gloo" or f"{'cpu' if device is None else device.type}:gloo" in config
+def _on_gloo(config: str, device: torch.device | None) -> bool:
+    """Whether gloo carries the tensors of a device in a group of these backends."""
+    return ":" not in config or f"{'cpu' if device is None else device.type}:gloo" in config
 
 
 class _Staged(dist.Work):
@@ -113,20 +111,25 @@ class _Collective:
         self.name, self.reads, self.writes, self.reduces, self.root = name, reads, writes, reduces, root
         self.original: Function = getattr(dist, name)
         self.function: Function = getattr(dist, _RENAMED.get(name, name), self.original)
-        self.signature = inspect.signature(self.original)
-        self.position = list(self.signature.parameters).index("group")
+        self.names = list(inspect.signature(self.original).parameters)
+        self.position = self.names.index("group")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        start()
-        refuse_global(self.name, (*args, *kwargs.values()))
+        here = start()
+        refuse_global(self.name, args)
+        if kwargs:
+            refuse_global(self.name, kwargs.values())
         group = kwargs["group"] if "group" in kwargs else args[self.position] if len(args) > self.position else None
+        config = here.backend if group is None else str(dist.get_backend_config(group)) if isinstance(group, dist.ProcessGroup) else ""
+        if "gloo" not in config or len(args) > len(self.names):
+            return self.function(*args, **kwargs)
         group = dist.group.WORLD if group is None else group
-        if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
-            given = self.signature.bind(*args, **kwargs).arguments
-            some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
-            if all(isinstance(t, Tensor) for t in some) and _on_gloo(group, some[0].device if some else None):
-                return self._on_gloo(given, group)
-        return self.function(*args, **kwargs)
+        assert group is not None  # start() has seen to it
+        given = dict(zip(self.names, args, strict=False)) | kwargs  # (a signature's bind would take ten times as long)
+        some = self._tensors(given, self.reads) or self._tensors(given, self.writes)
+        if dist.get_rank(group) < 0 or not all(isinstance(t, Tensor) for t in some) or not _on_gloo(config, some[0].device if some else None):
+            return self.function(**given)
+        return self._on_gloo(given, group)
 
     @staticmethod
     def _tensors(given: dict[str, Any], name: str) -> list[Any]:
@@ -137,7 +140,7 @@ class _Collective:
         if self.name in _DESCRIBED and enabled():
             call, pairs = self._describe(given, group)
             agree(group, call, not given.get("async_op", False), pairs)
-        if self.name == "all_gather" and len({t.numel() for t in given["tensor_list"]}) > 1:
+        if self.name == "all_gather" and len({t.numel() for t in self._tensors(given, self.writes)}) > 1:
             return _all_gather_unevenly(given, group)
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}

@@ -39,7 +39,7 @@ def start() -> ProcessWorld:
         assert isinstance(here, ProcessWorld)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=_HashStore(), rank=0, world_size=1)
-            here.owned = True
+            here.owned, here.backend = True, "gloo"
     return here
 
 
