@@ -2,7 +2,8 @@
 
 On gloo everything is made of messages and all-to-alls: measured on two processes (26 MB) these take 12 and 14 ms, all_reduce 28 ms,
 all_gather_into_tensor 25 ms, reduce_scatter_tensor 77 ms. Where both could serve, the all-to-all does: it waits in gloo's own threads, which a busy
-machine wakes sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). NCCL's own collectives are used as they are.
+machine wakes sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). The own collectives of NCCL and of our MPI
+(globaltensor.distributed.mpi) are used as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["MessageComm", "ProcessComm"]
 _TAG: Final = 7001  # keeps our messages apart from those of the user's own send and recv
 _BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
+_TO_ALL: Final = 4  # up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its own
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -83,8 +85,7 @@ class ProcessComm(MessageComm):
         self._sorted = tuple(sorted(ranks))
         #: The index in `ranks` of each rank of the torch group, which keeps them sorted.
         self._order = [ranks.index(r) for r in self._sorted]
-        # MPI makes groups with all ranks of the job only, so among some of them everything is messages.
-        self._dense_backend = "mpi" not in world.backend
+        self._mpi = "mpi" in world.backend
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -93,10 +94,14 @@ class ProcessComm(MessageComm):
 
     def _native(self, device: torch.device) -> bool:
         """Whether torch's own collectives serve this device better than messages do."""
-        return device.type != "cpu" and device.type in self.world.backends
+        return device.type in self.world.backends
+
+    def _reduces(self, some: Tensor) -> bool:
+        """Whether torch's own collectives also add up numbers of this kind: ours over MPI do so as `combine` does."""
+        return self._native(some.device) and (self._mpi or some.dtype in _NATIVE_REDUCES)
 
     def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
-        if not self._native(device):
+        if not self._native(device) or (self._mpi and self.size > _TO_ALL):
             return super()._swap(sends, recvs, device)
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
         dist.all_to_all([recvs.get(i, none) for i in self._order], [sends.get(i, none) for i in self._order], group=group)
@@ -129,7 +134,7 @@ class ProcessComm(MessageComm):
 
     def _dense(self, some: Tensor, longest: int | None) -> bool:
         """Whether an all-to-all can carry this: on the cpu, and not too long to be counted. ``longest`` is the same on every rank, so the answer is."""
-        return some.device.type == "cpu" and self._dense_backend and longest is not None and longest * some.itemsize <= _LONGEST
+        return some.device.type == "cpu" and not self._mpi and longest is not None and longest * some.itemsize <= _LONGEST
 
     def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
         own = sends[self.index]
@@ -160,6 +165,10 @@ class ProcessComm(MessageComm):
     # All-gather
 
     def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        if self._mpi and self._native(flat.device):
+            parts = [flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device) for i, n in enumerate(numels)]
+            dist.all_gather([as_bytes(parts[i]) for i in self._order], as_bytes(flat), group=self.group)
+            return parts
         if self._native(flat.device):
             out = torch.empty(sum(numels), dtype=flat.dtype, device=flat.device)
             self._all_gather(flat, numels, out)
@@ -170,7 +179,7 @@ class ProcessComm(MessageComm):
 
     def _replicates(self, flat: Tensor, numels: Sequence[int]) -> bool:
         # All ranks must choose alike, so by the longest share, not by the own one.
-        return flat.device.type == "cpu" and self._dense_backend and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
+        return flat.device.type == "cpu" and not self._mpi and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         if not self._native(out.device):
@@ -195,24 +204,24 @@ class ProcessComm(MessageComm):
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         mine = sends[self.index]
-        if not self._native(mine.device) or mine.dtype not in _NATIVE_REDUCES:
+        if not self._reduces(mine):
             return super()._reduce_scatter(sends, op)
         group, order, out = self.group, self._order, torch.empty_like(mine)
-        if len({s.numel() for s in sends}) == 1:
+        if not self._mpi and len({s.numel() for s in sends}) == 1:
             _scatter_evenly(out, _joined([sends[i] for i in order]), _OPS[op], group=group)
         else:
             dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
-        if not self._native(flat.device) or flat.dtype not in _NATIVE_REDUCES:
+        if not self._reduces(flat):
             return super()._all_reduce(flat, op)
         out = flat.clone()
         dist.all_reduce(out, _OPS[op], group=self.group)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        if flat.dtype in _NATIVE_REDUCES:
+        if flat.dtype in _NATIVE_REDUCES or self._mpi:
             # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs.
             return _Work(self, dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True))
         if self._native(flat.device):

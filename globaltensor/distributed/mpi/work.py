@@ -121,17 +121,20 @@ class Operation(dist.Work):
                 self._fail(f"timed out after {allowed:g} s: {missing}")
 
     def _drive(self, limit: float | None) -> None:
-        began = time.perf_counter()
+        began = moved = time.perf_counter()
+        moves = self.moves
         while not self.advance():
             now = time.perf_counter()
-            waited = now - began
+            if moves != self.moves:
+                moves, moved = self.moves, now
+            waited = now - moved
             if waited < _YIELD and now > _Cores.crowded_until:
                 if waited > _SPIN:
                     os.sched_yield()
                     _Cores.crowded_until = now + _CROWDED if time.perf_counter() - now > _TAKEN else 0.0
                 continue
-            if limit is not None and waited > limit:
-                self.overdue(waited, limit)
+            if limit is not None and now - began > limit:
+                self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
             time.sleep(min(max(_SHARE * waited, _SHORT_NAP), _LONG_NAP))
