@@ -19,6 +19,7 @@ __all__ = ["advice", "interface_of", "is_here", "lead_gloo", "own_address"]
 
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _ELSEWHERE: Final = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the default route
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 _ANY_PORT: Final = 9
 
@@ -70,7 +71,9 @@ def lead_gloo(host: str, nodes: int) -> None:
     if os.environ.get(VARIABLE) or not _stays_here(_meaning(socket.gethostname())):
         return
     own = own_address(host)
-    found = interface_of(own or own_address(_ELSEWHERE)) if own or nodes > 1 else ""
+    if not own and nodes > 1 and host not in _LOOPBACK:  # a name that on this host, which it is, means this host
+        own = own_address(_ELSEWHERE)
+    found = interface_of(own)
     if found:
         os.environ[VARIABLE] = found
 
