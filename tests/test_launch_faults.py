@@ -237,6 +237,12 @@ def test_more_mistakes_are_told(arguments: list[str], says: str, capfd: pytest.C
     assert says in capfd.readouterr().err
 
 
+def test_a_timeout_that_is_no_number(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "soon")
+    assert main([__file__]) == 2
+    assert "GLOBALTENSOR_TIMEOUT is 'soon'" in capfd.readouterr().err
+
+
 def test_as_many_ranks_as_cores(folder: Path) -> None:
     assert main(["--nproc_per_node", "cpu", write_script(folder, "(folder / f'rank.{rank}').touch()")]) == 0
     assert within(1, lambda: (folder / "rank.0").exists())

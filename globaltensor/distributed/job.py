@@ -107,7 +107,7 @@ class Job:
 
     def rendezvous(self, signals: Signals) -> RendezvousHandler:
         """How this node meets the others. Raises WorldError."""
-        wait = self._seconds("timeout", float(os.environ.get("GLOBALTENSOR_TIMEOUT", "600")))
+        wait = self._seconds("timeout", _timeout())
         if self.rdzv_backend == "static":
             connect = self._seconds("connect_timeout", min(CONNECT_SECONDS, wait))
             return FixedNodes(self.addr, self.port, self.node_rank, self.nnodes[1], self.nproc_per_node, self.rdzv_id or "none", signals.check, connect, wait)
@@ -147,6 +147,14 @@ class Job:
         if self.backend:
             out["GLOBALTENSOR_BACKEND"] = self.backend
         return out
+
+
+def _timeout() -> float:
+    text = os.environ.get("GLOBALTENSOR_TIMEOUT", "600")
+    try:
+        return float(text)
+    except ValueError:
+        raise WorldError(f"the environment variable GLOBALTENSOR_TIMEOUT is {text!r}: a number of seconds is needed") from None
 
 
 def in_one_line(error: BaseException | None) -> str:
