@@ -154,7 +154,7 @@ def differ(kind: str) -> str:
         "longer than sent": lambda: dist.broadcast(torch.zeros(10 if rank else 3), src=0, group=group),  # gloo would leave the rest as it was
         "collective": lambda: dist.barrier(group=group) if rank else dist.all_gather([torch.zeros(2)] * 2, torch.zeros(2), group=group),
         "asynchronous": late,
-        "pair": lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [3, 1] if rank else [1, 3], [2, 2], group=group),
+        "pair": lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(4), [3, 2] if rank else [2, 3], [2, 2], group=group),
     }
     with pytest.raises(WorldError) as error:
         calls[kind]()

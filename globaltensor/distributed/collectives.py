@@ -167,12 +167,12 @@ class _Collective:
         deliver()
         return result
 
-    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[Call, dict[int, tuple[int, int]] | None]:
+    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[Call, list[tuple[int, int]] | None]:
         reads, writes = self._tensors(given, self.reads), self._tensors(given, self.writes)
         some = (reads or writes or [None])[0]
         if self.name.startswith("all_to_all"):
             gets, gives = _shares(reads, given.get("input_split_sizes"), group), _shares(writes, given.get("output_split_sizes"), group)
-            return Call(self.name, dtype=some.dtype), dict(enumerate(zip(gets, gives, strict=True)))
+            return Call(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
         op = getattr(given.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
         lists = next((v for v in (reads, writes) if len(v) > 1), [])
         measured = lists if self.name in ("all_gather", "reduce_scatter") else (writes if self.name == "scatter" else reads)
