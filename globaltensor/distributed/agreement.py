@@ -7,10 +7,11 @@ call hears is compared by the next call that blocks. ``GLOBALTENSOR_CHECK_COLLEC
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -44,9 +45,9 @@ class Call:
     root: int = -1
     parts: int = -1
 
-    def header(self) -> Tensor:
-        name, op, dtype, *numbers = astuple(self)
-        return torch.tensor([_NAMES.index(name), _OPS.index(op), -1 if dtype is None else _DTYPES.index(dtype), *numbers])
+    def header(self) -> list[int]:
+        kind = -1 if self.dtype is None else _DTYPES.index(self.dtype)
+        return [_NAMES.index(self.name), _OPS.index(self.op), kind, self.numel, self.root, self.parts]
 
     @staticmethod
     def read(header: Tensor) -> Call:
@@ -85,9 +86,9 @@ def agree(group: dist.ProcessGroup, call: Call, block: bool, pairs: Sequence[tup
     size = group.size()
     if size == 1:
         return
-    said = expected = call.header().repeat(size, 1)
+    said = expected = _headers(call, size)
     if pairs is not None:
-        said, expected = said.clone(), said
+        said, expected = said.clone(), said.clone()
         said[:, _NUMEL], expected[:, _NUMEL] = torch.tensor(pairs).unbind(1)
     headers = torch.empty_like(said)
     work = dist.all_to_all_single(headers, said, group=group, async_op=True)
@@ -97,6 +98,12 @@ def agree(group: dist.ProcessGroup, call: Call, block: bool, pairs: Sequence[tup
         heard, waiting[:] = waiting[:], []
         for one in heard:
             _compare(one)
+
+
+@functools.lru_cache(maxsize=1024)
+def _headers(call: Call, size: int) -> Tensor:
+    """A header for each rank; shared, not to be written."""
+    return torch.tensor([call.header()] * size)
 
 
 def _compare(one: _Heard) -> None:
