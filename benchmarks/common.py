@@ -117,11 +117,11 @@ def options(description: str, steps: int, arguments: Sequence[str] | None = None
     return chosen
 
 
-def on_ranks(nproc: int) -> None:
+def on_ranks(nproc: int, backend: str = "auto") -> None:
     """Return in a process that a launcher started; elsewhere start this script on ``nproc`` processes, wait, and exit with their status."""
     if "RANK" in os.environ:
         return
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), *sys.argv]
+    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), "--backend", backend, *sys.argv]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     end_by_signal()
     ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
@@ -153,7 +153,7 @@ def interleave(contenders: Contenders, rounds: int, calls: int | None = None, wa
 
     A contender that neither waits nor communicates is better timed by ``time.process_time``: other processes of the machine then don't count.
     """
-    together = dist.barrier if dist.is_initialized() and dist.get_backend() == "gloo" else lambda: None
+    together = dist.barrier if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi") else lambda: None
     for call in contenders.values():
         for _ in range(warm_up):
             call()

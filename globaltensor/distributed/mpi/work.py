@@ -101,7 +101,7 @@ class Operation(dist.Work):
     def _fail(self, why: str, cause: BaseException | None = None) -> None:
         """The lock is held."""
         self.error = WorldError(f"{self._title()}: {why}")
-        self.error.__cause__ = cause
+        self.error.__cause__ = None if isinstance(cause, WorldError) else cause
         if self._step is not None:
             self._step.abandon()
         self.over = True
