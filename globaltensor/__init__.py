@@ -6,7 +6,7 @@ import torch as _torch_package
 
 from . import foreach as _foreach  # (handlers)
 from . import optimizers as _optimizers
-from . import random as _random  # (handlers)
+from . import draws as _draws  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
 from . import comm, distributed, nn, sbp, utils

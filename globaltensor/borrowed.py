@@ -27,6 +27,8 @@ def names_of_torch(package: str) -> Callable[[str], Any]:
         module = importlib.import_module(theirs)
         if not name.startswith("__"):  # a package's path, its __all__ and the like are its own
             found = getattr(module, name, module)
+            if isinstance(found, ModuleType) and PathFinder.find_spec(f"{package}.{name}", sys.modules[package].__path__) is not None:
+                return importlib.import_module(f"{package}.{name}")  # one of ours that nobody has loaded yet
             if found is not module:
                 return found
             if "__path__" in vars(module) and importlib.util.find_spec(f"{theirs}.{name}") is not None:

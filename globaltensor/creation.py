@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import dispatch, random
+from . import dispatch, draws
 from .convert import check_placement
 from .distributed.world import world
+from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
 from .placement import Placement
-from .random import Fill, draw, filled, part
 from .sbp import Sbp, broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
@@ -35,7 +35,7 @@ def _constant(value: Callable[..., Tensor]) -> Make:
         if spec.placement.coordinate(rank) is None:
             return placeholder(spec)
         local = value(spec.local_shape(rank), args, kwargs, dtype=spec.dtype, device=world().device(spec.placement.type))
-        return random.masked(local, spec)
+        return draws.masked(local, spec)
 
     return make
 
@@ -64,7 +64,7 @@ def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if local.dim() == 2:
         (row, column), _ = spec.box(world().rank)
         local.diagonal(row - column).fill_(1)
-    return random.masked(local, spec)
+    return draws.masked(local, spec)
 
 
 def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -79,7 +79,7 @@ def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         start, step = (args[0] if len(args) > 1 else kwargs.get("start", 0)), _argument(args, kwargs, 2, "step", 1)
     (offset,), (length,) = spec.box(rank)
     first = start + offset * step
-    return random.masked(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
+    return draws.masked(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
 
 
 def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], Fill]) -> Make:
@@ -239,7 +239,7 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
     base = name.removesuffix("_like")
     if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
         kwargs.pop("device", None)  # torch's own on the part keeps its strides, as optimizers like their state
-        return _wrapped(random.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
+        return _wrapped(draws.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
     given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
     return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
 
@@ -315,7 +315,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
     if isinstance(value, Tensor) or x._stale:  # copy_ knows about gradients of the value, and about views that hold their data elsewhere
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
-    x._local.fill_(value if random.holds(x._spec) else 0)
+    x._local.fill_(value if draws.holds(x._spec) else 0)
     return x
 
 

@@ -16,8 +16,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _torch
-from .autograd import local_grad
 from .distributed.world import world
+from .gradients import local_grad
 from .wrapper import GlobalTensor
 
 __all__ = ["install"]

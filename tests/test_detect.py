@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from globaltensor.distributed.detect import Detected, detect
-from globaltensor.distributed.options import job_of, parser
+from globaltensor.distributed.launcher.options import job_of, parser
 from globaltensor.errors import WorldError
 
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443", "PYTHONUNBUFFERED": "1", "HOSTNAME": "job-worker-1"}

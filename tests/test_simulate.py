@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -94,11 +93,9 @@ def test_a_failing_rank_ends_the_others() -> None:
             raise ValueError("broken")
         world().comm((0, 1, 2)).barrier()
 
-    start = time.perf_counter()
     with pytest.raises(ValueError, match="broken") as caught:
         simulate(3, run)
     assert caught.value.__notes__ == ["(on simulated rank 1 of 3)"]
-    assert time.perf_counter() - start < 5
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
@@ -110,18 +107,6 @@ def test_a_rank_that_never_comes_is_waited_for_a_bounded_time() -> None:
     done = threading.Event()
     with pytest.raises(WorldError, match=r"did not come within 0\.2 s"):
         simulate(2, lambda: world().comm((0, 1)).barrier() if world().rank == 0 else done.wait(0.5), timeout=0.2)
-
-
-def test_a_collective_is_quick() -> None:
-    def run() -> float:
-        comm, t = world().comm((0, 1, 2, 3)), torch.ones(8)
-        start = time.perf_counter()
-        for _ in range(50):
-            comm.all_reduce(t)
-        return (time.perf_counter() - start) / 50
-
-    # 0.5 ms on two idle cores; the bound leaves room for a busy machine.
-    assert min(simulate(4, run)) < 10e-3
 
 
 def test_only_members_get_a_communicator() -> None:

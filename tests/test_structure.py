@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharded", "bodies"),
     ("plans",),
     ("dispatch",),
-    ("autograd", "convert", "random"),
+    ("gradients", "convert", "draws"),
     ("optimizers", "tensor", "local_map", "foreach", "creation", "modules", "show"),
     ("checkpoint", "optim"),
     ("nn", "utils", "graph", "auto", "v0"),

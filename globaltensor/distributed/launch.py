@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousGracefulExitError
 
 from ..errors import WorldError
-from .agent import NodeAgent, Signals
-from .job import Job, in_one_line
-from .nodes import bound
-from .options import job_of, parser
-from .streams import Pump, say
-from .supervise import Keeper, signal_name
+from .launcher.agent import NodeAgent, Signals
+from .launcher.job import Job, in_one_line
+from .launcher.nodes import bound
+from .launcher.options import job_of, parser
+from .launcher.streams import Pump, say
+from .launcher.supervise import Keeper, signal_name
 
 __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 

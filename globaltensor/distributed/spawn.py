@@ -31,10 +31,10 @@ from ..errors import WorldError, noted
 from .backends import VARIABLE, choose, names
 from .detect import detect
 from .errand import Call, Failure
-from .mpirun import Mpirun
+from .launcher.mpirun import Mpirun
+from .launcher.streams import Pump, Stream
+from .launcher.supervise import Keeper, Rank, Team, tethered
 from .parcel import assembled, load, pack, unpack
-from .streams import Pump, Stream
-from .supervise import Keeper, Rank, Team, tethered
 
 __all__ = ["run", "spawn"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from globaltensor.distributed import tether
+from globaltensor.distributed.launcher import tether
 
 NAMESPACES, LOOPBACK = "namespaces", "loopback addresses"
 _SECONDS = 20.0  # for what takes milliseconds

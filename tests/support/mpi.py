@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from globaltensor.distributed import tether
-from globaltensor.distributed.mpirun import find_mpirun, options
+from globaltensor.distributed.launcher import tether
+from globaltensor.distributed.launcher.mpirun import find_mpirun, options
 from globaltensor.errors import WorldError
 
 from .pool import CALL_SECONDS, START_SECONDS, Pool

@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from globaltensor.distributed import tether
 from globaltensor.distributed.launch import reserved_port
+from globaltensor.distributed.launcher import tether
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy

@@ -13,7 +13,7 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import determine_local_world_size
 
-from ..errors import WorldError
+from ...errors import WorldError
 from .job import ROLE, Job, Output
 
 __all__ = ["job_of", "parser"]

@@ -12,9 +12,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..errors import WorldError
+from ...errors import WorldError
+from ..interface import is_here, own_address
 from .agent import Signals
-from .interface import is_here, own_address
 from .nodes import CONNECT_SECONDS, FixedNodes, Interruptible
 
 __all__ = ["ROLE", "Job", "Output", "in_one_line"]

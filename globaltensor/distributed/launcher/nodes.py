@@ -20,7 +20,7 @@ from typing import Final
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from ..errors import WorldError
+from ...errors import WorldError
 from .streams import say
 
 __all__ = ["FixedNodes", "Interruptible", "TCPStore", "Watch", "bound", "serve"]

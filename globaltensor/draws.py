@@ -337,8 +337,3 @@ HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {ge
 HANDLERS[torch.normal] = _normal
 dispatch.HANDLERS.update(HANDLERS)
 plans.RANDOM[:] = [run]
-
-
-def __getattr__(name: str) -> Any:
-    # ``globaltensor.random`` stands where ``torch.random`` would: the rest of that is torch's (manual_seed, fork_rng, ...).
-    return getattr(torch.random, name)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..errors import WorldError
+from ...errors import WorldError
 from .streams import Pump, Stream
 from .supervise import Process, Rank, signal_name, stdin, tethered
 
