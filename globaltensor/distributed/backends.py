@@ -6,6 +6,7 @@ the ``mpi`` backend (globaltensor.distributed.mpi) where it is named.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -61,6 +62,9 @@ def prepare(backend: str) -> None:
 
     Raises WorldError where mpi4py or an MPI library is missing, or where ``mpi`` shall serve one type of device only: it serves all of a group.
     """
+    # Functions of this module have the default group of the moment as a default argument. Torch loads it as late as with its compiler: it would then
+    # keep our group, and with it gloo's threads, for as long as the interpreter lives; one that lets go of a tensor at its very end aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     if "mpi" not in names(backend):
         return
     if re.search("[:,]", backend):

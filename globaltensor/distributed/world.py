@@ -6,7 +6,6 @@ It starts by itself, at first use, from the variables torchrun and other launche
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -188,9 +187,6 @@ def _start() -> World:
 
 
 def _join(place: Detected) -> None:
-    # Functions of this module have the default group of the moment as a default argument. Torch loads it as late as with its compiler: it would then
-    # keep our group, and with it gloo's threads, for as long as the interpreter lives; one that lets go of a tensor at its very end aborts the process.
-    importlib.import_module("torch.distributed.nn.functional")
     backend = choose(place=place)
     prepare(backend)
     lead_gloo(place.addr, place.nodes)
