@@ -6,7 +6,7 @@ gives a longer one. Measured on two ranks of one host they are no faster either 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -67,10 +67,10 @@ def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
 
 def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
     """Everyone's ``mine`` into everyone's ``parts``. The own part may be ``mine`` itself."""
-    here = Round(team, tag)
-    for other in _others(team):
+    here, others = Round(team, tag), _others(team)
+    for other in others:
         here.send(mine, other)
-    for other in _others(team):
+    for other in others:
         here.receive(parts[other], other)
     _copy(mine, parts[team.index])
     yield here
@@ -78,10 +78,10 @@ def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> S
 
 def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """``sends[i]`` to the rank at index i, from which ``parts[i]`` comes."""
-    here = Round(team, tag)
-    for other in _others(team):
+    here, others = Round(team, tag), _others(team)
+    for other in others:
         here.send(sends[other], other)
-    for other in _others(team):
+    for other in others:
         here.receive(parts[other], other)
     _copy(sends[team.index], parts[team.index])
     yield here
@@ -188,11 +188,11 @@ def _chunks(t: Tensor, n: int) -> list[Tensor]:
     return list(t.view(-1).split_with_sizes([length for _, length in pieces(t.numel(), n)]))
 
 
-def _others(team: Team) -> Iterator[int]:
+def _others(team: Team) -> Sequence[int]:
     """The indexes of the other ranks, each rank beginning with its next: not all send to the first at once."""
-    return ((team.index + step) % team.size for step in range(1, team.size))
+    return [*range(team.index + 1, team.size), *range(team.index)]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    if source.data_ptr() != target.data_ptr():
+    if source is not target and source.data_ptr() != target.data_ptr():
         target.copy_(source.view(target.shape))

@@ -40,7 +40,7 @@ class MpiGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the one that Python subclasses can be made with
         self._store, self._timeout, self._title = store, timeout, name
         self._names = list(ranks) or list(range(size))
-        self._library = lib = library()
+        self.library = lib = library()
         self._places = self._meet(store, rank, size)
         if not ranks:
             lib.places, lib.timeout = dict(enumerate(self._places)), timeout
@@ -61,7 +61,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def _meet(self, store: Any, rank: int, size: int) -> list[int]:
         """Wait for all members -> their ranks in MPI's world. What is collective in MPI has no time limit, so nobody begins before all are here."""
-        lib = self._library
+        lib = self.library
         keys = [f"mpi rank of {i}" for i in range(size)]
         store.set(keys[rank], f"{lib.rank} {lib.size}")
         try:
@@ -139,7 +139,7 @@ class MpiGroup(dist.ProcessGroup):
         if not self._alive:
             raise WorldError(f"{self._who()} was destroyed: there is no {title} any more")
         steps = memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds))
-        operation = Operation(self._library, steps, outputs, lambda: f"{self._who()}: {_told(title, outputs)}", lambda: self._seconds(options))
+        operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
             self._together.append(operation)
         elif not operation.advance():
@@ -149,7 +149,13 @@ class MpiGroup(dist.ProcessGroup):
                 progress().see_to(operation)
         return operation
 
-    def _seconds(self, options: Any) -> float:
+    def told(self, title: str, outputs: Sequence[Tensor]) -> str:
+        """Who does what, for an error."""
+        shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in outputs[:3])
+        return f"{self._who()}: {title}" + (f" of {shapes}{', ...' if len(outputs) > 3 else ''}" if shapes else "")
+
+    def seconds(self, options: Any) -> float:
+        """How long an operation may take: what the call says, else the group's time limit."""
         own = options.timeout.total_seconds() if options is not None else -1.0
         return own if own > 0 else self._timeout.total_seconds()
 
@@ -164,10 +170,10 @@ class MpiGroup(dist.ProcessGroup):
         return Joint(works)
 
     def _memory(self) -> Memory:
-        return Memory(self._library.cuda_aware)
+        return Memory(self.library.cuda_aware)
 
     def _tag(self) -> int:
-        return next(self._tags) % self._library.tags
+        return next(self._tags) % self.library.tags
 
     # Reductions
 
@@ -359,8 +365,8 @@ class MpiGroup(dist.ProcessGroup):
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self._team.size:
             raise WorldError(f"{self._who()}: {what}: there is no rank {peer} in a group of {self._team.size}")
-        if not 0 <= tag <= self._library.tags:
-            raise WorldError(f"{self._who()}: {what}: tag {tag} must be from 0 to {self._library.tags}, the largest that this MPI has")
+        if not 0 <= tag <= self.library.tags:
+            raise WorldError(f"{self._who()}: {what}: tag {tag} must be from 0 to {self.library.tags}, the largest that this MPI has")
 
     def _check_list(self, what: str, name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
         if len(tensors) != self._team.size:
@@ -386,11 +392,6 @@ def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
 def _options(opts: Any) -> Any:
     """The options, where they are some: groups can also be called with a reduction or a root in their place."""
     return opts if hasattr(opts, "timeout") else None
-
-
-def _told(title: str, tensors: Sequence[Tensor]) -> str:
-    shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors[:3])
-    return f"{title} of {shapes}{', ...' if len(tensors) > 3 else ''}" if tensors else title
 
 
 def _one_by_one(rounds: Sequence[Steps]) -> Steps:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import WorldError
+from ..detect import detect
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,6 +44,8 @@ class Library:
         #: Held around every call of MPI where it cannot bear two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
         self.rank, self.size = api.COMM_WORLD.rank, api.COMM_WORLD.size
+        #: Whether the ranks of this machine are more than its cores: who waits must let others run then.
+        self.crowded = _ranks_here(self.size) > (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
         self.cuda_aware = _cuda_aware(api)
         self.tags = int(api.COMM_WORLD.Get_attr(api.TAG_UB) or 32767)
         self.timeout = timedelta(minutes=10)
@@ -143,6 +146,11 @@ def _load() -> Any:
     except (ImportError, RuntimeError) as error:
         raise WorldError(f"mpi4py {mpi4py.__version__} finds no MPI library ({error}): {_INSTALL}") from error
     return MPI
+
+
+def _ranks_here(size: int) -> int:
+    place = detect(os.environ)
+    return place.local_world_size if place is not None and place.world_size == size else size
 
 
 def _cuda_aware(api: Any) -> bool:

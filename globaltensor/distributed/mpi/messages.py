@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -31,10 +31,11 @@ _PIECE: Final = 1 << 30
 class Team:
     """Ranks that send each other messages: ``members`` of an MPI communicator, in order, and this rank's ``index`` among them."""
 
-    __slots__ = ("comm", "index", "library", "members", "names", "size")
+    __slots__ = ("comm", "index", "library", "members", "memory", "names", "size", "testall")
 
     def __init__(self, library: Library, comm: MPI.Intracomm, members: Sequence[int], names: Sequence[int], index: int) -> None:
         self.library, self.comm, self.members, self.names, self.index, self.size = library, comm, members, names, index, len(members)
+        self.memory, self.testall = library.api.buffer.fromaddress, library.api.Request.Testall
 
     def part(self, chosen: Sequence[int]) -> Team:
         """Some of these ranks, by their indexes; this one must be among them."""
@@ -42,13 +43,12 @@ class Team:
         return Team(self.library, self.comm, members, names, chosen.index(self.index))
 
 
-def pieces(t: Tensor) -> Iterator[tuple[int, int]]:
+def pieces(t: Tensor) -> Sequence[tuple[int, int]]:
     """(address, bytes) of a contiguous tensor, in pieces that MPI can count; one of no bytes for an empty tensor."""
-    at, left = t.data_ptr(), t.nbytes
-    while left > _PIECE:
-        yield at, _PIECE
-        at, left = at + _PIECE, left - _PIECE
-    yield at, left
+    at, nbytes = t.data_ptr(), t.nbytes
+    if nbytes <= _PIECE:
+        return ((at, nbytes),)
+    return [(at + done, min(_PIECE, nbytes - done)) for done in range(0, nbytes, _PIECE)]
 
 
 def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want: int, source: int) -> MPI.Request:
@@ -56,7 +56,7 @@ def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want:
     api = team.library.api
     got = status.Get_count(api.BYTE)
     if got == want:
-        return message.Irecv(api.buffer.fromaddress(at, want))
+        return message.Irecv(team.memory(at, want))
     waste = torch.empty(max(0, got), dtype=torch.uint8)
     message.Recv(api.buffer.fromaddress(waste.data_ptr(), waste.nbytes))
     if got == 0:
@@ -84,37 +84,36 @@ class Round:
         team = self._team
         if t.is_cuda:
             torch.cuda.current_stream(t.device).synchronize()  # MPI knows nothing of kernels that are queued
-        memory, rank = team.library.api.buffer.fromaddress, team.members[to]
         self._kept.append(t)
         for at, nbytes in pieces(t):
-            self._requests.append(team.comm.Isend(memory(at, nbytes), rank, self._tag))
+            self._requests.append(team.comm.Isend(team.memory(at, nbytes), team.members[to], self._tag))
 
     def receive(self, t: Tensor, source: int) -> None:
         """Take what comes from the rank at this index of the team."""
         self._kept.append(t)
-        self._arriving += [(source, at, nbytes) for at, nbytes in pieces(t)]
+        for at, nbytes in pieces(t):
+            self._arriving.append((source, at, nbytes))
 
     def finished(self) -> bool:
         """Go on as far as that is possible without waiting -> whether all messages are through. Raises WorldError for one of another length."""
         if self._arriving and not self._all_came():
             return False
-        return not self._requests or self._team.library.api.Request.Testall(self._requests)
+        return not self._requests or self._team.testall(self._requests)
 
     def _all_came(self) -> bool:
         team, status, tag = self._team, self._status, self._tag
-        probe, members = team.comm.Improbe, team.members
-        missing: list[tuple[int, int, int]] = []
-        silent: list[int] = []  # of the pieces from one rank the first must come first
-        for entry in self._arriving:
-            source, at, want = entry
-            message = None if source in silent else probe(members[source], tag, status)
+        arriving, silent = self._arriving, []  # of the pieces from one rank the first must come first
+        at = 0
+        while at < len(arriving):
+            source, address, want = arriving[at]
+            message = None if source in silent else team.comm.Improbe(team.members[source], tag, status)
             if message is None:
-                missing.append(entry)
                 silent.append(source)
+                at += 1
             else:
-                self._requests.append(receive(team, message, status, at, want, source))
-        self._arriving = missing
-        return not missing
+                del arriving[at]
+                self._requests.append(receive(team, message, status, address, want, source))
+        return not arriving
 
     def awaited(self) -> list[int]:
         """The ranks, by their names, whose messages have not come yet."""
@@ -188,7 +187,7 @@ class Letter:
                 if self._pieces:
                     return False
                 self._inbox.leave(self)
-        return bool(self._inbox.team.library.api.Request.Testall(self._requests))
+        return bool(self._inbox.team.testall(self._requests))
 
     def _take(self) -> bool:
         message = self._inbox.look(self, self._status)

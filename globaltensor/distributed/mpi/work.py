@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -30,8 +30,8 @@ _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so 
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _SHORT_NAP: Final = 20e-6
 _LONG_NAP: Final = 1e-3
-_TAKEN: Final = 100e-6  # seconds for which the core was gone when it was offered: more threads than cores want to run
-_CROWDED: Final = 0.1  # seconds for which that is believed: waits are naps then, after which a thread is let in before those that never rest
+_TAKEN: Final = 100e-6  # seconds for which the core was gone when it was offered: others than these ranks want to run
+_BUSY: Final = 0.1  # seconds for which that is believed: waits are naps then, after which a thread is let in before those that never rest
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
@@ -50,22 +50,34 @@ class Step(Protocol):
 Steps = Generator[Step, None, None]
 
 
-class _Cores:
-    """Whether there are enough of them, as far as this process has noticed."""
+class Group(Protocol):
+    """What an operation asks its group."""
 
-    crowded_until = 0.0
+    library: Library
+
+    def told(self, title: str, outputs: Sequence[Tensor]) -> str:
+        """Who does what, for an error."""
+
+    def seconds(self, options: Any) -> float:
+        """How long an operation may take."""
+
+
+class _Cores:
+    """Whether others use them, as far as this process has noticed."""
+
+    busy_until = 0.0
 
 
 class Operation(dist.Work):
     """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors, filled once it is over."""
 
-    def __init__(self, library: Library, steps: Steps, outputs: Sequence[Tensor], title: Callable[[], str], limit: Callable[[], float]) -> None:
+    def __init__(self, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any) -> None:
         super().__init__()
         self.outputs = outputs
         self.over, self.moves = False, 0
         self.error: BaseException | None = None
-        self._library, self._steps, self._title, self._limit = library, steps, title, limit
-        self._lock = library.one_at_a_time or threading.Lock()
+        self._group, self._steps, self._title, self._options = group, steps, title, options
+        self._lock = group.library.one_at_a_time or threading.Lock()
         self._step: Step | None = None
         self._last: Step | None = None
         self._inference = bool(outputs) and outputs[0].is_inference()
@@ -100,7 +112,7 @@ class Operation(dist.Work):
 
     def _fail(self, why: str, cause: BaseException | None = None) -> None:
         """The lock is held."""
-        self.error = WorldError(f"{self._title()}: {why}")
+        self.error = WorldError(f"{self._group.told(self._title, self.outputs)}: {why}")
         self.error.__cause__ = None if isinstance(cause, WorldError) else cause
         if self._step is not None:
             self._step.abandon()
@@ -108,13 +120,13 @@ class Operation(dist.Work):
 
     def overdue(self, waited: float, limit: float | None = None) -> None:
         """End it with an error if it has taken longer than ``limit`` (none: the group's), or waits for a rank that has left."""
-        allowed = self._limit() if limit is None else limit
+        allowed = self._group.seconds(self._options) if limit is None else limit
         with self._lock:
             if self.over:
                 return
             awaited = self._step.awaited() if self._step is not None else []
             missing = f"nothing has come from {_ranks(awaited)}" if awaited else "not all that was sent has been received"
-            gone = self._library.gone(awaited)
+            gone = self._group.library.gone(awaited)
             if gone:
                 self._fail(f"{_ranks(gone)} left; {missing}")
             elif waited > allowed:
@@ -122,22 +134,28 @@ class Operation(dist.Work):
 
     def _drive(self, limit: float | None) -> None:
         began = moved = time.perf_counter()
-        moves = self.moves
+        moves, crowded = self.moves, self._group.library.crowded
         while not self.advance():
             now = time.perf_counter()
             if moves != self.moves:
                 moves, moved = self.moves, now
             waited = now - moved
-            if waited < _YIELD and now > _Cores.crowded_until:
-                if waited > _SPIN:
-                    os.sched_yield()
-                    _Cores.crowded_until = now + _CROWDED if time.perf_counter() - now > _TAKEN else 0.0
+            if waited < _YIELD and now > _Cores.busy_until:
+                if waited > _SPIN or crowded:
+                    self._offer_core(now, crowded)
                 continue
             if limit is not None and now - began > limit:
                 self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
             time.sleep(min(max(_SHARE * waited, _SHORT_NAP), _LONG_NAP))
+
+    @staticmethod
+    def _offer_core(now: float, crowded: bool) -> None:
+        os.sched_yield()
+        # Where ranks share cores it was another rank that took it, which is what we want.
+        if not crowded and time.perf_counter() - now > _TAKEN:
+            _Cores.busy_until = now + _BUSY
 
     def tell(self) -> None:
         """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
