@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from support.pool import RanksFailed, run_on
-from support.program import mpirun, needs_mpi, run
+from support.program import LAUNCH, mpirun, needs_mpi, run
 from support.sweep import sweep
 
 import globaltensor as flow
 import globaltensor.distributed as dist
 from globaltensor.distributed import rdma
+from globaltensor.distributed.launch import reserved_port
 from globaltensor.errors import GlobalTensorError, ShapeError, WorldError
 
 # ---------------------------------------------------------------------------------------------------------------- values
@@ -347,6 +348,22 @@ if __name__ == "__main__":
 def test_ranks_that_no_launcher_started_find_out_who_shares_a_machine(tmp_path: Path) -> None:
     (tmp_path / "nodes.py").write_text(NODES)
     assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (0, "good\n")
+
+
+ELSEWHERE = """
+import os, sys, torch, globaltensor.distributed as dist
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
+x = torch.ones(2)
+dist.all_reduce(x)
+assert x.tolist() == [2, 2]
+"""
+
+
+def test_ranks_of_a_launcher_may_meet_at_an_address_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    with reserved_port() as port:
+        code, out = run([*LAUNCH, "--nproc_per_node", "2", str(tmp_path / "elsewhere.py"), str(port)], 60)
+    assert code == 0, out
 
 
 def test_others_who_cannot_be_joined_are_told() -> None:

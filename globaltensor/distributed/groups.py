@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,8 @@ def init_process_group(
     lead_gloo(master, place.nodes if place else 1)
     options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
     try:
-        dist.init_process_group(chosen, **where, **options)
+        with _serving(where.get("init_method")):
+            dist.init_process_group(chosen, **where, **options)
     except RuntimeError as error:
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
         mend = advice(error, master) or "are all ranks started, and can they reach each other?"
@@ -84,6 +87,22 @@ def init_process_group(
         if started.size > 1 and (place is None or (place.rank, place.world_size) != (started.rank, started.size)):
             _find_nodes(started)
     return None
+
+
+@contextlib.contextmanager
+def _serving(url: str | None) -> Iterator[None]:
+    """Under a launcher torch takes it that every address is served already. That is so for the launcher's own alone: at another, rank 0 must serve."""
+    asked, variable = urlsplit(url or ""), "TORCHELASTIC_USE_AGENT_STORE"
+    before = os.environ.get(variable)
+    elsewhere = asked.scheme == "tcp" and str(asked.port) != os.environ.get("MASTER_PORT")
+    if before is None or not elsewhere:
+        yield
+        return
+    del os.environ[variable]
+    try:
+        yield
+    finally:
+        os.environ[variable] = before
 
 
 def _find_nodes(here: ProcessWorld) -> None:
