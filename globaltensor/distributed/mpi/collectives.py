@@ -113,21 +113,24 @@ def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, 
 
 def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     """The reduction of everyone's ``t``, in place."""
-    if team.size == 1:
-        fold([t], t)
-    elif t.nbytes * (team.size - 1) <= _SMALL:
-        yield from _all_reduce_small(team, tag, t, fold)
-    else:
-        chunks = _chunks(t, team.size)
-        mine = chunks[team.index]
-        yield from reduce_scatter(team, tag, chunks, mine, fold)
-        yield from all_gather(team, tag, mine, chunks)
+    return (_all_reduce_small if t.nbytes * (team.size - 1) <= _SMALL else _all_reduce_large)(team, tag, t, fold)
+
+
+def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    chunks = _chunks(t, team.size)
+    mine = chunks[team.index]
+    yield from reduce_scatter(team, tag, chunks, mine, fold)
+    yield from all_gather(team, tag, mine, chunks)
 
 
 def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     if team.size <= _FEW:
         parts = [t if i == team.index else torch.empty_like(t) for i in range(team.size)]
-        yield from all_gather(team, tag, t, parts)
+        here = Round(team, tag)
+        for other in _others(team):
+            here.send(t, other)
+            here.receive(parts[other], other)
+        yield here
     else:
         # Rows of ranks index, index + 1, ...: each round doubles how many a rank has.
         rows, have = t.new_empty((team.size, t.numel())), 1

@@ -46,7 +46,7 @@ _TOP_BIT: Final = -(1 << 63)
 class Reduction:
     """One of torch's reductions, for tensors of one dtype, over ``size`` ranks."""
 
-    __slots__ = ("_divide", "_fold", "_unsigned", "_wider", "factor", "name")
+    __slots__ = ("_divide", "_fold", "_simple", "_unsigned", "_wider", "factor", "name")
 
     def __init__(self, op: Any, dtype: torch.dtype, size: int) -> None:
         name = self.name = getattr(op, "op", op).name
@@ -61,6 +61,7 @@ class Reduction:
         self._unsigned: int | None = None
         if dtype is torch.uint64:
             self._unsigned = _TOP_BIT if name in ("MIN", "MAX") else 0
+        self._simple = self._divide is None and self._wider is None and self._unsigned is None
 
     @staticmethod
     def _refuse(name: str, dtype: torch.dtype, folds: dict[str, Callable[..., Tensor]]) -> None:
@@ -80,6 +81,9 @@ class Reduction:
 
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Reduce ``parts``, in their order, into ``out``, which may be one of them."""
+        if len(parts) == 2 and self._simple:
+            self._fold(parts[0], parts[1], out=out)
+            return None
         if self._unsigned is not None:
             return self._unsigned_numbers(parts, out)
         if self._wider is not None:
