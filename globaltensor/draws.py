@@ -324,13 +324,18 @@ def _whole(name: str, value: Any, spec: Spec) -> Any:
 def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.normal(mean, std)`` with a global mean or std: standard normal numbers, scaled and shifted, as torch does it."""
     kwargs = dict(kwargs)
-    generator = kwargs.pop("generator", None)
+    generator, out = kwargs.pop("generator", None), kwargs.pop("out", None)
     mean, std = (*args, *(kwargs[k] for k in ("mean", "std") if k in kwargs), 1.0)[:2]
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):  # only out= is global
+        size = torch.Size(kwargs["size"] if "size" in kwargs else args[2])
+        if size != out.shape:
+            raise InplaceError(f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global tensor of that shape")
+        return out.normal_(mean, std, generator=generator)
     like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
     spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
     with torch.no_grad():
-        numbers = GlobalTensor.wrap(filled(spec, Fill("normal_", (0.0, 1.0)), generator), spec)
-        return numbers * std + mean
+        numbers = GlobalTensor.wrap(filled(spec, Fill("normal_", (0.0, 1.0)), generator), spec) * std + mean
+        return numbers if out is None else out.copy_(numbers)
 
 
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {getattr(Tensor, name): _fill_in_place for name in FILLS}

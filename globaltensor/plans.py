@@ -271,6 +271,11 @@ class Whole(Plan):
         if self.inplace:
             target = tensors[0]
             value = out if isinstance(out, torch.Tensor) else locals_[0]
+            if not inner.outside and value.shape != target.shape:
+                raise InplaceError(
+                    f"in-place {self.name} makes {list(value.shape)} of {list(target.shape)}, but a global tensor has a part of its own shape on each rank: "
+                    "use the out-of-place form"
+                )
             back = box(value, inner.dst[0], self.src[0], why=self.name)
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]

@@ -342,11 +342,15 @@ def test_normal_of_global_tensors() -> None:
     def on_ranks() -> list[Tensor]:
         torch.manual_seed(3)
         mean, std = flow.arange(20.0, placement=LINE, sbp=S0), flow.full((20,), 0.5, placement=LINE, sbp=S0)
-        return [torch.from_numpy(t.numpy()) for t in (torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std))]
+        drawn = torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std)
+        into = [flow.zeros(20, placement=LINE, sbp=S0) for _ in range(2)]
+        torch.normal(0.5, 2.0, (20,), out=into[0])
+        torch.normal(mean, std, out=into[1])
+        return [torch.from_numpy(t.numpy()) for t in (*drawn, *into)]
 
     torch.manual_seed(3)
     mean, std = torch.arange(20.0), torch.full((20,), 0.5)
-    want = [torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std)]
+    want = [torch.normal(mean, std), torch.normal(mean, 2.0), torch.normal(1.0, std), torch.normal(0.5, 2.0, (20,)), torch.normal(mean, std)]
     for got in simulate(3, on_ranks):
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w)

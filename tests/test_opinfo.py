@@ -1,0 +1,35 @@
+"""Torch's own sample of every op, in two layouts on two simulated ranks: forward, backward, in-place and ``out=`` are plain torch's.
+
+`make coverage` looks at more samples, more layouts and more ranks, and writes docs/coverage.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.opinfo import OPS, outcomes
+
+CHUNK = 40
+#: What no distributed tensor can do, and why.
+REFUSED = {
+    "resize_": "a storage of another size",
+    "resize_as_": "a storage of another size",
+    "sparse.sampled_addmm": "torch has it for sparse matrices on CUDA only",
+    "sparse.mm.reduce": "a sparse matrix has no dims to split",
+    "to_sparse": "a sparse matrix has no dims to split",
+    "jiterator": "compiles code for CUDA",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
+def test_samples(start: int) -> None:
+    wrong = []
+    for op in OPS[start : start + CHUNK]:
+        if op.name.startswith(tuple(REFUSED)):
+            continue
+        found = list(outcomes(op, ((2,),), samples=1, draws=0))
+        wrong += [o for o in found if o.how in ("wrong", "error")]
+        for what in {o.what for o in found}:
+            mine = [o for o in found if o.what == what]
+            wrong += mine[:1] if all(o.how == "refused" for o in mine) and what in ("forward", "backward") else []
+    assert not wrong, "\n".join(map(str, wrong))
