@@ -117,10 +117,22 @@ def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
 
 
 def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
-    chunks = _chunks(t, team.size)
-    mine = chunks[team.index]
-    yield from reduce_scatter(team, tag, chunks, mine, fold)
-    yield from all_gather(team, tag, mine, chunks)
+    """Each rank reduces its share, a piece in a round, and gives the piece to all in the next round, while it is still in the cache."""
+    chunks, others = _chunks(t, team.size), _others(team)
+    mine, length = chunks[team.index], _piece(t, team.size)
+    memory = t.new_empty((team.size, length))
+    for at in range(0, chunks[0].numel() + length, length):
+        here, piece, done = Round(team, tag), slice(at, at + length), slice(max(0, at - length), at)
+        own, reduced = mine[piece], mine[done]
+        parts = [own if i == team.index else row[: own.numel()] for i, row in enumerate(memory)]
+        for other in others:
+            _send(here, chunks[other][piece], other)
+            _send(here, reduced, other)
+            _receive(here, parts[other], other)
+            _receive(here, chunks[other][done], other)
+        yield here
+        if own.numel():
+            fold(parts, own)
 
 
 def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
@@ -152,7 +164,7 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
     if team.size == 1:
         fold([mine], out.view(-1))
         return
-    length = max(1, _CACHED // max(1, mine.itemsize * (team.size - 1)))
+    length = _piece(mine, team.size)
     memory = mine.new_empty((team.size - 1, min(length, mine.numel())))
     flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
     # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
@@ -184,6 +196,21 @@ def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps
     mine = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
     yield from reduce_scatter(team, tag, chunks, mine, fold)
     yield from gather(team, tag, mine, chunks if at_root else None, root)
+
+
+def _piece(t: Tensor, size: int) -> int:
+    """Number of elements of each rank that are reduced at once."""
+    return max(1, _CACHED // (t.itemsize * (size - 1)))
+
+
+def _send(here: Round, t: Tensor, other: int) -> None:
+    if t.numel():
+        here.send(t, other)
+
+
+def _receive(here: Round, t: Tensor, other: int) -> None:
+    if t.numel():
+        here.receive(t, other)
 
 
 def _chunks(t: Tensor, n: int) -> list[Tensor]:

@@ -18,13 +18,15 @@ from torch import Tensor
 from ...errors import WorldError
 from . import collectives
 from .library import library
-from .memory import Memory
+from .memory import Memory, plain
 from .messages import Inbox, Letter, Round, Team
 from .reduction import Reduction, reduction
 from .sparse import all_reduce_sparse
-from .work import Joint, Operation, Steps, progress
+from .work import Finished, Joint, Operation, Steps, progress
 
 __all__ = ["MpiGroup"]
+
+Work = Operation | Finished
 
 _ONE_GROUP: Final = "make one process group of all ranks, and smaller ones with new_group"
 _NO_MPIRUN: Final = "start the ranks together: mpirun -n 4 python script.py, srun --mpi=pmix, or the launcher with --backend mpi"
@@ -135,10 +137,14 @@ class MpiGroup(dist.ProcessGroup):
 
     # Starting operations
 
-    def _start(self, title: str, memory: Memory, rounds: Sequence[Steps], outputs: Sequence[Tensor], options: Any, later: bool = False) -> Operation:
+    def _start(self, title: str, memory: Memory, rounds: Sequence[Steps], outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
+        return self._begin(title, memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds)), outputs, options, later)
+
+    def _begin(self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
         if not self._alive:
             raise WorldError(f"{self._who()} was destroyed: there is no {title} any more")
-        steps = memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds))
+        if options is not None and not options.asyncOp and self._together is None and self.library.one_at_a_time is None:
+            return Operation.at_once(self, steps, outputs, title, options)
         operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
             self._together.append(operation)
@@ -177,9 +183,12 @@ class MpiGroup(dist.ProcessGroup):
 
     # Reductions
 
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Operation:
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         given = _listed(tensors)
-        fold, memory = self._fold(opts, given), self._memory()
+        fold = self._fold(opts, given)
+        if len(given) == 1 and fold.factor is None and plain(given[0]):  # mostly so, and then without detours
+            return self._begin("all_reduce", collectives.all_reduce(self._team, self._tag(), given[0], fold), given, _options(opts))
+        memory = self._memory()
         rounds = [self._all_reduced(memory, t, fold) for t in given]
         return self._start("all_reduce", memory, rounds, given, _options(opts))
 
@@ -198,7 +207,7 @@ class MpiGroup(dist.ProcessGroup):
         scaled = fold.prepare(memory.read(t))
         return memory.replace(t, scaled) if use == memory.change else scaled
 
-    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Operation:
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         given = _listed(tensors)
         root = 0 if opts is None else opts.rootRank
         fold, memory = self._fold(opts, given), self._memory()
@@ -206,7 +215,7 @@ class MpiGroup(dist.ProcessGroup):
         rounds = [collectives.reduce(self._team, self._tag(), self._entering(memory, t, fold, use), fold, root) for t in given]
         return self._start("reduce", memory, rounds, given, opts)
 
-    def reduce_scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Operation:
+    def reduce_scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Work:
         outs = _listed(output_tensors)
         ins = [list(input_tensors)] if isinstance(input_tensors[0], Tensor) else [list(one) for one in input_tensors]
         fold, memory, rounds = self._fold(opts, outs), self._memory(), []
@@ -216,7 +225,7 @@ class MpiGroup(dist.ProcessGroup):
             rounds.append(self._reduce_scattered(memory, out, [self._entering(memory, c, fold, memory.read) for c in chunks], fold))
         return self._start("reduce_scatter", memory, rounds, outs, _options(opts))
 
-    def reduce_scatter_single_coalesced(self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None) -> Operation:
+    def reduce_scatter_single_coalesced(self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None) -> Work:
         fold, memory, rounds = self._fold(opts, outputTensors), self._memory(), []
         for out, whole in zip(outputTensors, inputTensors, strict=True):
             self._check_size("reduce_scatter_tensor", "input", whole, out, self._team.size)
@@ -226,7 +235,7 @@ class MpiGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Operation:
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -240,14 +249,14 @@ class MpiGroup(dist.ProcessGroup):
 
     # Moves
 
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Operation:
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         given, root = _listed(tensors), 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
         memory = self._memory()
         use = memory.read if root == self._team.index else memory.write
         rounds = [collectives.broadcast(self._team, self._tag(), use(t), root) for t in given]
         return self._start("broadcast", memory, rounds, given, _options(opts))
 
-    def allgather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Operation:
+    def allgather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         ins = _listed(input_tensors)
         lists = [list(output_tensors)] if isinstance(output_tensors[0], Tensor) else [list(one) for one in output_tensors]
         memory, rounds = self._memory(), []
@@ -259,7 +268,7 @@ class MpiGroup(dist.ProcessGroup):
 
     allgather_coalesced = allgather
 
-    def all_gather_single_coalesced(self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None) -> Operation:
+    def all_gather_single_coalesced(self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None) -> Work:
         memory, rounds, size = self._memory(), [], self._team.size
         for out, mine in zip(output_lists, input_list, strict=True):
             self._check_size("all_gather_into_tensor", "output", out, mine, size)
@@ -269,12 +278,12 @@ class MpiGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
-    def gather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Operation:
+    def gather(self, output_tensors: Sequence[Any], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         (mine,), memory, root = _listed(input_tensors), self._memory(), 0 if opts is None else opts.rootRank
         outs = list(output_tensors[0]) if root == self._team.index else []
         parts = None
@@ -285,7 +294,7 @@ class MpiGroup(dist.ProcessGroup):
         rounds = collectives.gather(self._team, self._tag(), memory.read(mine), parts, root)
         return self._start("gather", memory, [rounds], outs or [mine], _options(opts))
 
-    def scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Operation:
+    def scatter(self, output_tensors: Sequence[Tensor] | Tensor, input_tensors: Sequence[Any], opts: Any = None) -> Work:
         (out,), memory, root = _listed(output_tensors), self._memory(), 0 if opts is None else opts.rootRank
         parts = None
         if root == self._team.index:
@@ -296,7 +305,7 @@ class MpiGroup(dist.ProcessGroup):
         rounds = collectives.scatter(self._team, self._tag(), parts, memory.write(out), root)
         return self._start("scatter", memory, [rounds], [out], _options(opts))
 
-    def alltoall(self, output_tensor: Sequence[Tensor], input_tensor: Sequence[Tensor], opts: Any = None) -> Operation:
+    def alltoall(self, output_tensor: Sequence[Tensor], input_tensor: Sequence[Tensor], opts: Any = None) -> Work:
         outs, ins, memory, me = list(output_tensor), list(input_tensor), self._memory(), self._team.index
         self._check_list("all_to_all", "output_tensor_list", outs, ins[0])
         self._check_list("all_to_all", "input_tensor_list", ins, outs[0])
@@ -306,7 +315,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), opts: Any = None
-    ) -> Operation:
+    ) -> Work:
         memory = self._memory()
         self._check_dtype("all_to_all_single", output, input)
         parts = self._shares("output", memory.write(output), output_split_sizes)
@@ -330,7 +339,7 @@ class MpiGroup(dist.ProcessGroup):
 
     # Waiting for each other
 
-    def barrier(self, opts: Any = None) -> Operation:
+    def barrier(self, opts: Any = None) -> Work:
         return self._start("barrier", self._memory(), [collectives.barrier(self._team, self._tag())], [], _options(opts))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -346,18 +355,18 @@ class MpiGroup(dist.ProcessGroup):
 
     # Single messages
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Operation:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
         (t,), memory = tensors, self._memory()
         self._check_peer("send", dst, tag)
         return self._start("send", memory, [_sent(self._inbox.team, memory.read(t), dst, tag)], tensors, None, later=True)
 
-    def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> Operation:
+    def recv(self, tensors: Sequence[Tensor], src: int | None, tag: int = 0) -> Work:
         (t,), memory = tensors, self._memory()
         if src is not None:
             self._check_peer("recv", src, tag)
         return self._start("recv", memory, [_alone(Letter(self._inbox, memory.write(t), src, tag))], tensors, None, later=True)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Operation:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)
 
     # What is wrong with a call

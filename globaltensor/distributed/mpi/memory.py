@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .work import Steps
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "plain"]
 
 
 class Memory:
@@ -25,7 +25,7 @@ class Memory:
 
     def read(self, t: Tensor) -> Tensor:
         """Memory with the values of ``t``; it is only read."""
-        if _plain(t):
+        if plain(t):
             return t
         t = t.detach()
         if t.is_conj() or t.is_neg():
@@ -36,7 +36,7 @@ class Memory:
 
     def write(self, t: Tensor) -> Tensor:
         """Memory whose values ``t`` will have."""
-        if _plain(t):
+        if plain(t):
             return t
         if t.is_cuda:
             self._wait_for(t)
@@ -78,5 +78,6 @@ class Memory:
             stream.synchronize()
 
 
-def _plain(t: Tensor) -> bool:
-    return t.is_cpu and t.is_contiguous() and not (t.requires_grad or t.is_conj() or t.is_neg())
+def plain(t: Tensor) -> bool:
+    """Whether MPI can use the memory of ``t`` as it is."""
+    return t.layout is torch.strided and t.is_cpu and t.is_contiguous() and not (t.requires_grad or t.is_conj() or t.is_neg())

@@ -22,16 +22,15 @@ from torch.futures import Future
 from ...errors import WorldError
 from .library import Library
 
-__all__ = ["Joint", "Operation", "Step", "Steps", "progress", "stop_progress"]
+__all__ = ["Finished", "Joint", "Operation", "Step", "Steps", "progress", "stop_progress"]
 
 _SPIN: Final = 50e-6  # seconds of looking again at once: what a message between two cores may take
+_LOOKS: Final = 50  # about as long, in numbers of looks
 _YIELD: Final = 1e-3  # and then of letting others have the core between two looks
 _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so that a wait is at most so much too long
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _SHORT_NAP: Final = 20e-6
 _LONG_NAP: Final = 1e-3
-_TAKEN: Final = 100e-6  # seconds for which the core was gone when it was offered: others than these ranks want to run
-_BUSY: Final = 0.1  # seconds for which that is believed: waits are naps then, after which a thread is let in before those that never rest
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
@@ -62,28 +61,38 @@ class Group(Protocol):
         """How long an operation may take."""
 
 
-class _Cores:
-    """Whether others use them, as far as this process has noticed."""
-
-    busy_until = 0.0
-
-
 class Operation(dist.Work):
     """A collective or a message under way; torch's Work. ``outputs`` are the caller's tensors, filled once it is over."""
 
-    def __init__(self, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any) -> None:
+    def __init__(self, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any, step: Step | None = None) -> None:
         super().__init__()
         self.outputs = outputs
         self.over, self.moves = False, 0
         self.error: BaseException | None = None
         self._group, self._steps, self._title, self._options = group, steps, title, options
         self._lock = group.library.one_at_a_time or threading.Lock()
-        self._step: Step | None = None
+        self._step = step
         self._last: Step | None = None
         self._inference = bool(outputs) and outputs[0].is_inference()
         self._started = time.perf_counter()
         self._future: Future[Any] | None = None
         self._told = False
+
+    @classmethod
+    def at_once(cls, group: Group, steps: Steps, outputs: Sequence[Tensor], title: str, options: Any) -> Operation | Finished:
+        """For a caller that waits anyway: mostly it is over before all that an operation needs would have been made."""
+        step, operation = None, None
+        try:
+            step = next(steps, None)
+            for _ in range(_LOOKS):
+                if step is None:
+                    return Finished(outputs)
+                if step.finished():
+                    step = next(steps, None)
+        except Exception as error:
+            operation = cls(group, steps, outputs, title, options, step)
+            operation._fail(str(error) if isinstance(error, WorldError) else f"{type(error).__name__}: {error}", error)
+        return operation or cls(group, steps, outputs, title, options, step)
 
     def advance(self) -> bool:
         """Go on as far as that is possible without waiting -> whether it is over, well or not."""
@@ -140,22 +149,15 @@ class Operation(dist.Work):
             if moves != self.moves:
                 moves, moved = self.moves, now
             waited = now - moved
-            if waited < _YIELD and now > _Cores.busy_until:
+            if waited < _YIELD:
                 if waited > _SPIN or crowded:
-                    self._offer_core(now, crowded)
+                    os.sched_yield()
                 continue
             if limit is not None and now - began > limit:
                 self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
             time.sleep(min(max(_SHARE * waited, _SHORT_NAP), _LONG_NAP))
-
-    @staticmethod
-    def _offer_core(now: float, crowded: bool) -> None:
-        os.sched_yield()
-        # Where ranks share cores it was another rank that took it, which is what we want.
-        if not crowded and time.perf_counter() - now > _TAKEN:
-            _Cores.busy_until = now + _BUSY
 
     def tell(self) -> None:
         """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
@@ -222,7 +224,7 @@ class Operation(dist.Work):
         """A future of the outputs."""
         with self._lock:
             if self._future is None:
-                self._future = Future(devices=sorted({t.device for t in self.outputs if t.is_cuda}, key=str))
+                self._future = Future(devices=devices_of(self.outputs))
         if self.advance():
             self.tell()
         else:
@@ -232,6 +234,46 @@ class Operation(dist.Work):
 
 def _ranks(names: Sequence[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+
+
+class Finished(dist.Work):
+    """A collective that was over before anybody could wait for it."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return list(self.outputs)
+
+    def synchronize(self) -> None:
+        return None
+
+    def get_future(self) -> Future[Any]:
+        """A future of the outputs, fulfilled."""
+        return fulfilled(self.outputs)
+
+
+def fulfilled(outputs: Sequence[Tensor]) -> Future[Any]:
+    future: Future[Any] = Future(devices=devices_of(outputs))
+    future.set_result(list(outputs))
+    return future
+
+
+def devices_of(outputs: Sequence[Tensor]) -> list[Any]:
+    return sorted({t.device for t in outputs if t.is_cuda}, key=str)
 
 
 class Joint(dist.Work):
