@@ -119,16 +119,20 @@ def options(description: str, steps: int, arguments: Sequence[str] | None = None
 
 def on_ranks(nproc: int, backend: str = "auto") -> None:
     """Return in a process that a launcher started; elsewhere start this script on ``nproc`` processes, wait, and exit with their status."""
-    if "RANK" in os.environ:
-        return
+    if "RANK" not in os.environ:
+        sys.exit(started(nproc, backend))
+
+
+def started(nproc: int, backend: str = "auto") -> int | str:
+    """Start this script on ``nproc`` processes and wait -> their status."""
     command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), "--backend", backend, *sys.argv]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     end_by_signal()
     ranks = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
     try:
-        sys.exit(ranks.wait(LIMIT))
+        return ranks.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        sys.exit(f"{Path(sys.argv[0]).name}: no end after {LIMIT:.0f} s")
+        return f"{Path(sys.argv[0]).name}: no end after {LIMIT:.0f} s"
     finally:
         end(ranks)
 

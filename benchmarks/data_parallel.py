@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
-from common import QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
-from torch import Tensor
+from common import QUICK_SIZES, SIZES, Row, Size, interleave, options, same_losses, show, started, training_step
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import PARALLEL, spread
 
@@ -35,12 +40,45 @@ def compare(size: Size, rounds: int) -> Row:
     return Row(f"gpt step {size}", interleave(steps, rounds, calls=3), "ms")
 
 
+LINEARS = "linears 8 x 512, ours: ddp over mpi"
+
+
+def over_backends(rounds: int) -> Row:
+    """A step that is mostly communication, by torch's DDP over gloo and over our mpi."""
+    x, gloo = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())), dist.new_group(backend="gloo")
+
+    def step(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], float]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def once() -> float:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return once
+
+    over_gloo = step(lambda model: DistributedDataParallel(model, process_group=gloo))
+    steps = {"plain": step(lambda model: model), "ddp": over_gloo, "ours": step(DistributedDataParallel)}
+    same_losses({name: steps[name] for name in ("ddp", "ours")})
+    return Row(LINEARS, interleave(steps, rounds, calls=3), "ms")
+
+
 def main() -> None:
     chosen = options(__doc__.splitlines()[0], steps=15)
-    on_ranks(chosen.nproc)
+    if "RANK" not in os.environ:
+        # A world over gloo, then one over mpi, which ranks must be started for.
+        mpi = importlib.util.find_spec("mpi4py") and chosen.only in LINEARS
+        sys.exit(started(chosen.nproc) or (started(chosen.nproc, "mpi") if mpi else 0))
     torch.set_num_threads(1)
     flow.env.get_rank()  # starts the process group that all contenders share
-    rows = [compare(size, chosen.steps) for size in (QUICK_SIZES if chosen.quick else SIZES) if chosen.only in str(size)]
+    if dist.get_backend() == "mpi":
+        rows = [over_backends(chosen.steps)]
+    else:
+        rows = [compare(size, chosen.steps) for size in (QUICK_SIZES if chosen.quick else SIZES) if chosen.only in str(size)]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "ddp")
 

@@ -5,7 +5,7 @@ An operation is a generator of steps. It goes on whenever somebody looks whether
 
 from __future__ import annotations
 
-import os
+import ctypes
 import queue
 import threading
 import time
@@ -29,11 +29,14 @@ _LOOKS: Final = 50  # about as long, in numbers of looks
 _YIELD: Final = 1e-3  # and then of letting others have the core between two looks
 _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so that a wait is at most so much too long
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
-_SHORT_NAP: Final = 20e-6
 _LONG_NAP: Final = 1e-3
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
+
+
+#: Let another thread have the core; it is called without Python's lock, which os.sched_yield keeps.
+give_way: Final = ctypes.CDLL(None).sched_yield
 
 
 class Step(Protocol):
@@ -151,13 +154,13 @@ class Operation(dist.Work):
             waited = now - moved
             if waited < _YIELD:
                 if waited > _SPIN or crowded:
-                    os.sched_yield()
+                    give_way()
                 continue
             if limit is not None and now - began > limit:
                 self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
-            time.sleep(min(max(_SHARE * waited, _SHORT_NAP), _LONG_NAP))
+            time.sleep(min(_SHARE * waited, _LONG_NAP))
 
     def tell(self) -> None:
         """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
@@ -406,11 +409,14 @@ class Progress:
     def _nap(self, under_way: list[Operation], waited: float) -> None:
         if not under_way or waited < _SPIN:
             return
+        if waited < _YIELD:
+            give_way()
+            return
         if waited > _LONG:
             now = time.perf_counter()
             for operation in under_way:
                 operation.overdue(now - operation.started)
-        time.sleep(min(max(_BESIDE * waited, _SHORT_NAP), _LONG_NAP))
+        time.sleep(min(_BESIDE * waited, _LONG_NAP))
 
 
 _progress: Progress | None = None
