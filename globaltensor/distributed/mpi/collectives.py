@@ -7,7 +7,7 @@ gives a longer one. Measured on two ranks of one host they are no faster either 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "ga
 _SMALL: Final = 1 << 18
 #: Of a reduction's bytes so many are on their way at once: they are added while they are still in the cache.
 _CACHED: Final = 1 << 22
+#: So many pieces of memory of that size are kept.
+_SPARE: Final = 4
 #: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many rounds as their number has bits.
 _FEW: Final = 4
 
@@ -120,11 +122,12 @@ def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     """Each rank reduces its share, a piece in a round, and gives the piece to all in the next round, while it is still in the cache."""
     chunks, others = _chunks(t, team.size), _others(team)
     mine, length = chunks[team.index], _piece(t, team.size)
-    memory = t.new_empty((team.size, length))
+    memory = Scratch(t, team.size - 1, min(length, mine.numel()))
     for at in range(0, chunks[0].numel() + length, length):
         here, piece, done = Round(team, tag), slice(at, at + length), slice(max(0, at - length), at)
         own, reduced = mine[piece], mine[done]
-        parts = [own if i == team.index else row[: own.numel()] for i, row in enumerate(memory)]
+        rows = iter(memory.rows)
+        parts = [own if i == team.index else next(rows)[: own.numel()] for i in range(team.size)]
         for other in others:
             _send(here, chunks[other][piece], other)
             _send(here, reduced, other)
@@ -133,6 +136,7 @@ def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
         yield here
         if own.numel():
             fold(parts, own)
+    memory.give_back()
 
 
 def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
@@ -165,11 +169,11 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
         fold([mine], out.view(-1))
         return
     length = _piece(mine, team.size)
-    memory = mine.new_empty((team.size - 1, min(length, mine.numel())))
+    memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
     flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
     # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
     for at in range(0, max(1, *(chunk.numel() for chunk in flat)), length):
-        here, rows = Round(team, tag), iter(memory)
+        here, rows = Round(team, tag), iter(memory.rows)
         for other in _others(team):
             if at < max(1, flat[other].numel()):
                 here.send(flat[other][at : at + length], other)
@@ -181,6 +185,7 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
         yield here
         if own.numel():
             fold(parts, total[at : at + length])
+    memory.give_back()
 
 
 def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
@@ -196,6 +201,30 @@ def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps
     mine = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
     yield from reduce_scatter(team, tag, chunks, mine, fold)
     yield from gather(team, tag, mine, chunks if at_root else None, root)
+
+
+class Scratch:
+    """Memory for what others send: the same again and again, as first touches of new memory take longer than the sums."""
+
+    _spare: ClassVar[list[Tensor]] = []
+
+    def __init__(self, like: Tensor, rows: int, length: int) -> None:
+        nbytes = rows * length * like.itemsize
+        self._bytes = self._borrow() if like.is_cpu and nbytes <= _CACHED else None
+        memory = like.new_empty(rows * length) if self._bytes is None else self._bytes[:nbytes].view(like.dtype)
+        self.rows = memory.view(rows, length)
+
+    def _borrow(self) -> Tensor:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            with torch.inference_mode(False):
+                return torch.empty(_CACHED, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        """Others may have it. Not after a failure: a message may still be on its way into it."""
+        if self._bytes is not None and len(self._spare) < _SPARE:
+            self._spare.append(self._bytes)
 
 
 def _piece(t: Tensor, size: int) -> int:
