@@ -17,7 +17,7 @@ SOURCES := globaltensor tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install-mpi train test test-slow test-gpu lint types bench clean
+.PHONY: help venv install-mpi train test test-slow test-gpu lint types coverage bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ lint: $(STAMP)  ## ruff
 
 types: $(STAMP)  ## mypy --strict on the pure rooms
 	$(BIN)/python -m mypy
+
+coverage: $(STAMP)  ## every op of torch on global tensors: writes docs/coverage.md
+	$(BIN)/python tests/coverage.py $(ARGS)
 
 bench: $(STAMP)  ## every benchmark, each beside its anchors
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

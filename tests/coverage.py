@@ -1,4 +1,4 @@
-"""The coverage report: torch's ops on global tensors, and on DTensor by the same samples. `make coverage` writes docs/coverage.md and docs/coverage.json.
+"""The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and docs/coverage.json.
 
 An op is *native* where some operand stayed split or partial, *whole* where its rule wants every operand whole or its result's shape depends on data,
 *fallback* where no rule knows it; *right* where every outcome of every kind is plain torch's, or a refusal by the library in a layout that some other
@@ -52,7 +52,7 @@ def summary(found: Sequence[dict[str, Any]]) -> Row:
     return {"ran": next((kind for kind in RAN if kind in ran), "nothing"), "calls": len(found), "verdicts": verdicts, "problems": problems}
 
 
-def report(rows: Sequence[Row], peer: Sequence[Row]) -> str:
+def report(rows: Sequence[Row]) -> str:
     """The page."""
     text = ["# Coverage", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
     calls = sum(r["calls"] for r in rows)
@@ -62,11 +62,6 @@ def report(rows: Sequence[Row], peer: Sequence[Row]) -> str:
     for verdict in ("right", "refused", "error", "wrong"):
         text.append(f"| {verdict} | " + " | ".join(str(sum(r["verdicts"].get(what) == verdict for r in rows)) for what in RANKS) + " |")
     text += ["", "How they ran: " + ", ".join(f"{sum(r['ran'] == kind for r in measured)} {kind}" for kind in RAN) + ".", ""]
-    if peer:
-        text += ["## DTensor on the same samples (the first of each op, split evenly over dim 0 of two ranks)", "", "| | forward | backward |", "|---|---|---|"]
-        for verdict in ("right", "error", "wrong"):
-            text.append(f"| {verdict} | " + " | ".join(str(sum(r["verdicts"].get(what) == verdict for r in peer)) for what in ("forward", "backward")) + " |")
-        text.append("")
     bad = [r for r in rows if r["problems"]]
     text += ["## Not right", ""] + [f"- `{r['op']}`: {'; '.join(r['problems'])}" for r in bad] + [""]
     for kind in ("fallback", "whole"):
@@ -102,15 +97,13 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=3, help="drawn layouts of each sample, beside two fixed ones")
     parser.add_argument("--only", default="", help="ops whose name holds this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--peer", type=Path, help="JSON of tests/support/dtensor_coverage.py, for the comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder for coverage.md and coverage.json")
     options = parser.parse_args()
     from support.opinfo import OPS, name_of
 
     grids = ((2,), (4,), (2, 2))
     rows = pooled([(i, grids, options.samples, options.draws) for i, op in enumerate(OPS) if options.only in name_of(op)], options.jobs, 3600)
-    peer = json.loads(options.peer.read_text()) if options.peer else []
-    (options.out / "coverage.md").write_text(report(rows, peer))
+    (options.out / "coverage.md").write_text(report(rows))
     (options.out / "coverage.json").write_text(json.dumps(rows, indent=0))
     wrong = [r for r in rows if set(r["verdicts"].values()) & {"wrong", "error"}]
     print(f"\n{len(rows)} ops, {len(wrong)} with something wrong")
