@@ -170,12 +170,24 @@ class FixedNodes(RendezvousHandler):
 
     def _give_up(self, store: Store, why: str) -> None:
         store.set("refused", why)
+        self._tell_all(store)
         raise WorldError(why)
 
     def _heed(self, store: Store) -> None:
         self._check()
         if store.check(["refused"]):
-            raise WorldError(store.get("refused").decode())
+            why = store.get("refused").decode()
+            self._tell_all(store)
+            raise WorldError(why)
+
+    def _tell_all(self, store: Store) -> None:
+        """Node 0 serves what the others read, so it stays until those who have come know why, for a few seconds at most."""
+        if self.rank:
+            store.set(f"knows/{self.rank}", "")
+            return
+        until = time.monotonic() + _TRY_SECONDS
+        while time.monotonic() < until and any(store.check([f"card/{n}"]) and not store.check([f"knows/{n}"]) for n in range(1, self.nodes)):
+            time.sleep(_TICK_SECONDS)
 
 
 class Interruptible(RendezvousHandler):
