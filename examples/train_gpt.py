@@ -203,6 +203,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--log-every", type=int, default=25, help="steps between two reports of the loss")
     add("--no-progress", action="store_true", help="no progress bar, even on a terminal")
     options = parser.parse_args(arguments)
+    if small := [f"--{name}" for name in ("layers", "width", "heads", "context", "batch", "steps") if getattr(options, name) < 1]:
+        parser.error(f"{', '.join(small)} must be at least 1")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint, the file to go on from")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -29,7 +30,11 @@ def doctor() -> dict[str, object]:
         place = "a world of one" if found is None else f"rank {found.rank} of {found.world_size} at {found.addr}:{found.port}, started by {found.source}"
     except WorldError as error:
         place = f"cannot tell: {error}"
-    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available} if dist.is_available() else {}
+    backends = {
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "mpi": dist.is_available() and importlib.util.find_spec("mpi4py") is not None,
+    }
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -37,7 +42,7 @@ def doctor() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "backends": [name for name, available in backends.items() if available()],
+        "backends": [name for name, available in backends.items() if available],
         "world": place,
     }
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.mpi import environment, needs_mpi
+from support.program import run
 
-from globaltensor.distributed.backends import VARIABLE, choose, names, prepare
+from globaltensor.distributed.backends import VARIABLE, choose, lacking, names, prepare
 from globaltensor.distributed.detect import Detected, detect
 from globaltensor.errors import WorldError
 
@@ -75,6 +76,16 @@ def test_other_backends_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
     prepare("gloo")
     prepare("cpu:gloo,cuda:nccl")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_what_nccl_lacks_is_told() -> None:
+    assert lacking("gloo") == lacking("mpi") == ""
+    program = "import globaltensor.distributed as d; d.init_process_group('nccl')"
+    code, out = run([sys.executable, "-c", program])
+    assert code == 1
+    assert "NCCL needs CUDA devices" in out
+    assert "use gloo or mpi" in out
 
 
 def test_mpi_serves_all_devices_of_a_group() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.mpi import mpirun, needs_mpi
 from support.pool import RanksFailed, run_on
-from support.program import LAUNCH, mpirun, needs_mpi, run
+from support.program import LAUNCH, run
 from support.sweep import sweep
 
 import globaltensor as flow
@@ -39,7 +40,7 @@ def test_every_collective_on_gloo_with_four_ranks() -> None:
 
 @needs_mpi
 def test_every_collective_on_mpi() -> None:
-    code, out = run([*mpirun(2), "-m", "support.sweep"])
+    code, out = run([*mpirun(2, sys.executable), "-m", "support.sweep"])
     assert code == 0, out[-3000:]
     assert out.count(" calls") == 2
 

@@ -11,13 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support.hosts import LOOPBACK, NAMESPACES, Network, hosts, kind
+from support.launched import within
 
 from globaltensor.distributed import interface
 
@@ -69,15 +69,6 @@ class Job:
 
     def said(self) -> str:
         return "\n".join(f"host {i} ({process.poll()}): {self.output(i)[-3000:]}" for i, process in enumerate(self.processes))
-
-
-def within(seconds: float, condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 MODEL = """

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
+from support.mpi import needs_mpi
 
 from globaltensor.distributed.launch import main
 
-HAS_MPI = importlib.util.find_spec("mpi4py") is not None and ((Path(sys.executable).parent / "mpirun").exists() or shutil.which("mpirun") is not None)
-needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="mpi4py and mpirun are not installed")
 BACKENDS = ["gloo", pytest.param("mpi", marks=needs_mpi)]
 COLLECTIVE = """
 import torch

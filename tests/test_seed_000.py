@@ -3,10 +3,12 @@ tensors in test_seed_global.py, its launcher in test_launch.py."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
-from support.program import LAUNCH, mpirun, needs_mpi, run
+from support.mpi import mpirun, needs_mpi
+from support.program import LAUNCH, run
 
 # What stands in the document, its lost brackets and line ends put back; "cuda" where there is one for each rank.
 SCRIPT = """
@@ -69,7 +71,7 @@ pathlib.Path(f"right.{flow.env.get_rank()}").write_text(flow.distributed.get_bac
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_its_data_parallel_script(backend: str, tmp_path: Path) -> None:
     (tmp_path / "ddp_train.py").write_text(SCRIPT + AFTER)
-    start = mpirun(2) if backend == "mpi" else [*LAUNCH, "--nproc_per_node", "2"]
+    start = mpirun(2, sys.executable) if backend == "mpi" else [*LAUNCH, "--nproc_per_node", "2"]
     code, out = run([*start, "./ddp_train.py"], folder=tmp_path)
     assert code == 0, out
     assert [(tmp_path / f"right.{rank}").read_text() for rank in range(2)] == [backend] * 2

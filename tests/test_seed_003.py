@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.program import mpirun, needs_mpi, run
+from support.mpi import mpirun, needs_mpi
+from support.program import run
 
 from globaltensor.distributed.launch import reserved_port
 
@@ -131,7 +132,7 @@ def test_its_program_on_mpi(tmp_path: Path) -> None:
     text = EXAMPLE.replace("backend='gloo'", "backend='mpi'").replace("import MODULE as mp", "import globaltensor as flow")
     with reserved_port() as port:
         program.write_text(text[: text.index("    world_size = 2\n")].replace("PORT", str(port)) + begin)
-        code, out = run([*mpirun(2), str(program)])
+        code, out = run([*mpirun(2, sys.executable), str(program)])
     assert code == 0, out
     assert all(line in out for line in WHAT_IT_PRINTS), out
 
@@ -139,7 +140,7 @@ def test_its_program_on_mpi(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_its_calls(backend: str, tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(CALLS)
-    start = mpirun(2) if backend == "mpi" else [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
+    start = mpirun(2, sys.executable) if backend == "mpi" else [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
     code, out = run([*start, str(tmp_path / "calls.py"), backend])
     assert code == 0, out
     assert out.count("good") == 2

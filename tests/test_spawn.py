@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.program import needs_mpi, run
+from support.launched import within
+from support.mpi import needs_mpi
+from support.program import run
 
 import globaltensor as flow
 from globaltensor.errors import WorldError
@@ -43,15 +45,6 @@ def alive(folder: Path) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def within(seconds: float, condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def ended(process: subprocess.Popen[Any]) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import WorldError
 from .detect import Detected, Hydra, OpenMPI, Slurm
 
-__all__ = ["VARIABLE", "choose", "names", "prepare"]
+__all__ = ["VARIABLE", "choose", "lacking", "names", "prepare"]
 
 #: The environment variable by which the launcher's ``--backend`` reaches its ranks.
 VARIABLE = "GLOBALTENSOR_BACKEND"
@@ -55,6 +55,13 @@ def names(backend: str) -> set[str]:
     ['gloo', 'nccl']
     """
     return {part.split(":")[-1].strip() for part in backend.lower().split(",")}
+
+
+def lacking(backend: str) -> str:
+    """What a torch spelling needs that is not here, and what would do instead; empty where nothing is known to be missing."""
+    if "nccl" in names(backend) and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return f"NCCL needs CUDA devices and a torch made for them, but torch {torch.__version__} shows none here: use gloo or mpi"
+    return ""
 
 
 def prepare(backend: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WorldError
-from .backends import choose, names, prepare
+from .backends import choose, lacking, names, prepare
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
 from .world import ProcessWorld, reset_world, running, world
@@ -79,7 +79,7 @@ def init_process_group(
             dist.init_process_group(chosen, **where, **options)
     except RuntimeError as error:
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
-        mend = advice(error, master) or "are all ranks started, and can they reach each other?"
+        mend = lacking(chosen) or advice(error, master) or "are all ranks started, and can they reach each other?"
         raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
     started = world()
     if isinstance(started, ProcessWorld):

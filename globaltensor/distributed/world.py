@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WorldError
-from .backends import choose, prepare
+from .backends import choose, lacking, prepare
 from .comm import Comm, Traffic
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
@@ -198,5 +198,5 @@ def _join(place: Detected) -> None:
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
-            + (advice(error, place.addr) or "are all ranks started, and is the port free and reachable?")
+            + (lacking(backend) or advice(error, place.addr) or "are all ranks started, and is the port free and reachable?")
         ) from error

@@ -10,13 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent.parent
-MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCH = [sys.executable, "-m", "globaltensor.distributed.launch"]
-
-needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="needs globaltensor[mpi]")
 
 
 def run(command: Sequence[str], seconds: float = 120, folder: Path | None = None, **variables: str) -> tuple[int, str]:
@@ -32,8 +27,3 @@ def run(command: Sequence[str], seconds: float = 120, folder: Path | None = None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def mpirun(n: int) -> list[str]:
-    """What starts ``n`` ranks by MPI."""
-    return [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(n), sys.executable]
