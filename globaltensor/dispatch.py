@@ -20,6 +20,7 @@ from .placement import Placement
 from .plans import Answer, Boxed, Moved, Plan, Through, Whole, describe_call, inplace_error, name_of, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
 from .rules import rule as declare_rule
+from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, kernel_message
@@ -130,7 +131,7 @@ def _key(a: Any, free: bool) -> Any:
     """A hashable stand-in for an argument: what of it may matter to the plan."""
     t = type(a)
     if isinstance(a, GlobalTensor):
-        return a._spec
+        return settle(a)._spec
     if t is float or t is int or t is complex:
         return t if free else (t, a)
     if t is tuple or t is list or t is torch.Size:

@@ -17,6 +17,7 @@ from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import SbpError
 from .plans import promote
+from .rules.quotient import Quotient
 from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -130,6 +131,10 @@ def backward(
     into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
     if not locals_:
         return
+    _run(locals_, seeds, retain_graph, create_graph, into)
+
+
+def _run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
     with sharded.immediate(into is not None):
         try:
             torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
@@ -160,12 +165,21 @@ def _presented(x: Any, g: torch.Tensor | None) -> Any:
 
 
 def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
+    here = reducer.reducer()
+    if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or here.watched):
+        total, start, here.owed = self.owed()
+        try:
+            _run([total._local], [seed(total, None) * start], retain_graph, False, None)
+        finally:
+            here.owed = None
+        return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
 
 
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
     """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp."""
     dual = self._spec.dual()
+    reducer.watch()
 
     def run(local: torch.Tensor) -> Any:
         out = hook(GlobalTensor.wrap(local, dual))

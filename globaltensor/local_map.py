@@ -14,6 +14,7 @@ from .distributed.world import world
 from .errors import SbpError
 from .placement import Placement
 from .plans import replaced, tensors_in
+from .reducer import watch
 from .sbp import Sbp, as_layout
 from .wrapper import GlobalTensor, placeholder
 
@@ -53,6 +54,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
             else:
                 locals_.append(t)
         these = iter(locals_)
+        watch()
         inside = where.coordinate(world().rank) is not None
         out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
         return _wrapped(out, out_sbp, where, inside)

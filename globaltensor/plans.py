@@ -11,6 +11,7 @@ from . import sharded
 from .boxing import box, log, plan
 from .distributed.world import world
 from .errors import InplaceError
+from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
@@ -357,4 +358,7 @@ def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         return torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad and torch.is_grad_enabled())
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(world().device(spec.placement.type))
-    return _Border.apply(tensor, spec) if tensor.requires_grad and torch.is_grad_enabled() else tensor  # type: ignore[no-any-return]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        watch()
+        return _Border.apply(tensor, spec)  # type: ignore[no-any-return]
+    return tensor

@@ -19,7 +19,7 @@ from .buckets import Buckets
 from .distributed.world import World, world
 from .wrapper import GlobalTensor
 
-__all__ = ["LeafGradient", "Reducer", "attach", "no_sync", "reducer"]
+__all__ = ["LeafGradient", "Reducer", "attach", "no_sync", "reducer", "watch"]
 
 # As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
@@ -83,6 +83,8 @@ class Reducer:
         self.finished: list[LeafGradient] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
+        self.owed: Callable[[], float] | None = None  # what every gradient of the pass under way has yet to be multiplied by (rules/quotient.py)
+        self.watched = False  # gradients may be seen before they come here (hooks, leaves of other kinds): none may be owed anything
 
     def number(self) -> int:
         """The number of a new leaf: the same on every rank, since all make the same leaves in the same order."""
@@ -116,14 +118,24 @@ class Reducer:
         if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
             flat = self.flats[key] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
         torch.cat(parts, out=flat)
+        if (factor := self.factor()) != 1:
+            flat *= factor
         handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
         self.sent.append((bucket, flat, handle))
+
+    def factor(self) -> float:
+        """What the gradients of this pass have to be multiplied by."""
+        if self.owed is not None:
+            known = self.owed()
+            self.owed = lambda: known
+            return known
+        return 1.0
 
     def abort(self) -> None:
         """A backward pass has failed: what it had collected is dropped, so that the next one starts afresh."""
         self.queued = False
         self.buckets.drop()
-        self.before, self.sent, self.finished, self.alone = [], [], [], []
+        self.before, self.sent, self.finished, self.alone, self.owed = [], [], [], [], None
 
     def finish(self) -> None:
         """The end of a backward pass."""
@@ -141,6 +153,7 @@ class Reducer:
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
+                    grad = grad * factor if (factor := self.factor()) != 1 else grad
                     leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
                 self.finished.append(leaf)
             for leaf in self.finished:
@@ -171,11 +184,17 @@ def no_sync() -> Iterator[None]:
     For gradient accumulation: as ``DistributedDataParallel.no_sync``.
     """
     here = reducer()
+    here.watched = True
     here.deferred += 1
     try:
         yield
     finally:
         here.deferred -= 1
+
+
+def watch() -> None:
+    """From now on gradients of this rank may be seen on their way."""
+    reducer().watched = True
 
 
 def attach(leaf: GlobalTensor) -> None:
@@ -186,3 +205,5 @@ def attach(leaf: GlobalTensor) -> None:
         return
     if any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout)):
         leaf._leaf = LeafGradient(leaf, number)
+    else:
+        watch()

@@ -67,7 +67,11 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     if placement.coordinate(world().rank) is None:
         return GlobalTensor.wrap(placeholder(spec).requires_grad_(self.requires_grad and torch.is_grad_enabled()), spec)
     local = self.to(world().device(placement.type), copy=copy)
-    out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if local.requires_grad and torch.is_grad_enabled() else _equalised(local.detach(), spec), spec)
+    if local.requires_grad and torch.is_grad_enabled():
+        reducer.watch()
+        out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
+    else:
+        out = GlobalTensor.wrap(_equalised(local.detach(), spec), spec)
     out._pinned = True
     return out
 
@@ -138,6 +142,8 @@ def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = Fa
     ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are
     summed; where every rank computes the same from it, say ``grad_sbp=broadcast``.
     """
+    if self._local.requires_grad:
+        reducer.watch()
     if grad_sbp is not None:
         grad = self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
         local = _ToLocal.apply(self._local, grad, self._spec.dual()) if self._local.requires_grad else self._local
@@ -188,7 +194,7 @@ def tolist(self: GlobalTensor) -> Any:
 
 def to_text(self: GlobalTensor, *, tensor_contents: Any = None) -> str:
     shown = repr(full(self))
-    extra = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
+    extra = f", grad_fn=<{self._local.grad_fn.name()}>" if self._local.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
     prefix = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
     return f"{prefix}{shown[:-1]}, placement={self.placement!r}, sbp={self.sbp!r}{extra})"
 
@@ -339,7 +345,13 @@ def set_data(self: GlobalTensor, value: Any) -> None:
         set_requires_grad(self, True)
 
 
+def grad_fn(self: GlobalTensor) -> Any:
+    reducer.watch()  # it takes hooks
+    return self._local.grad_fn
+
+
 def retain_grad(self: GlobalTensor) -> None:
+    reducer.watch()
     self._local.retain_grad()
 
 
@@ -402,7 +414,7 @@ METHODS: dict[str, Any] = {
     "register_post_accumulate_grad_hook": gradients.register_post_accumulate_grad_hook,
     "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
-    "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
+    "grad_fn": property(grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
     "grad": property(gradients.get_grad, gradients.set_grad, lambda self: gradients.set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),

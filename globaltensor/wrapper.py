@@ -89,10 +89,6 @@ class GlobalTensor(torch.Tensor):
         return self._local.is_leaf
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._local.grad_fn
-
-    @property
     def retains_grad(self) -> bool:  # type: ignore[override]
         return self._local.retains_grad
 

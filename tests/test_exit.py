@@ -29,9 +29,32 @@ groups += [weakref.ref(torch.distributed.group.WORLD), *(weakref.ref(group) for 
 """
 
 
+HELD = """
+import sys
+import torch, torch.distributed as dist
+import globaltensor as flow
+flow.env.get_rank()
+held = dist.group.WORLD  # as a module-level DistributedDataParallel holds it
+mine, all_ = torch.ones(4), [torch.empty(4), torch.empty(4)]
+dist.barrier()
+sys.setswitchinterval(100)  # nobody takes the GIL from this thread any more: gloo's must wait until it is given
+for _ in range(20):
+    dist.all_gather(all_, mine)
+"""
+
+
+def launched(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2", str(folder / "script.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_no_process_group_outlives_the_world(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2", str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = launched(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("still there: 0 of") == 2, done.stderr
+
+
+def test_a_group_that_the_program_still_holds_does_no_harm(tmp_path: Path) -> None:
+    done = launched(tmp_path, HELD)
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Protocol
@@ -25,6 +26,7 @@ from .interface import advice, lead_gloo
 __all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
+_LAST_MOMENT = 0.01  # seconds for threads that wait for the GIL when the interpreter ends
 
 
 class World(ABC):
@@ -141,7 +143,7 @@ def world() -> World:
             found = _Current.world
             if found is None:
                 found = _Current.world = _start()
-                atexit.register(reset_world)
+                atexit.register(_leave)
     return found
 
 
@@ -163,6 +165,17 @@ def reset_world() -> None:
     found, _Current.world = _Current.world, None
     if found is not None:
         found.close()
+
+
+def _leave() -> None:
+    """The interpreter ends. A group that the program still holds (torch's DDP does) keeps its threads: let them finish what they were at.
+
+    They take the GIL to let go of a collective's tensors; one that asks for it once the interpreter is ending aborts the process.
+    """
+    joined = dist.is_available() and dist.is_initialized()
+    reset_world()
+    if joined:
+        time.sleep(_LAST_MOMENT)
 
 
 def timeout() -> timedelta:

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..wrapper import GlobalTensor
 from .extremum import extremum, settled, settling
 from .notation import Arg, Dims, Op, Split, align
 from .parts import register, split_in, unless_empty
+from .quotient import Quotient
 from .registry import rule
 
 __all__ = ["pick"]
@@ -239,7 +241,11 @@ def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
     ignore_index = call.pop("ignore_index")
     count = settling(weight_of_kept(target, weight, ignore_index))  # on its way while the losses are computed
     total = sum_of_kept(x, target, weight, function, ignore_index, **call)
-    return (total / count()).to(x.dtype) if x.dtype == torch.float16 else total / count()
+    if x.dtype == torch.float16:
+        return (total / count()).to(x.dtype)
+    if weight is None and isinstance(total, GlobalTensor) and total.requires_grad:
+        return Quotient.of(total, count, target.numel())
+    return total / count()
 
 
 def _class_dim(x: Any) -> int:
