@@ -140,10 +140,14 @@ class MpiGroup(dist.ProcessGroup):
     def _start(self, title: str, memory: Memory, rounds: Sequence[Steps], outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
         return self._begin(title, memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds)), outputs, options, later)
 
+    def _awaited(self, options: Any) -> bool:
+        """Whether the caller waits anyway, and nobody else is inside MPI."""
+        return options is not None and not options.asyncOp and self._together is None and self.library.one_at_a_time is None
+
     def _begin(self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False) -> Work:
         if not self._alive:
             raise WorldError(f"{self._who()} was destroyed: there is no {title} any more")
-        if options is not None and not options.asyncOp and self._together is None and self.library.one_at_a_time is None:
+        if self._awaited(options):
             return Operation.at_once(self, steps, outputs, title, options)
         operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
@@ -187,7 +191,17 @@ class MpiGroup(dist.ProcessGroup):
         given = _listed(tensors)
         fold = self._fold(opts, given)
         if len(given) == 1 and fold.factor is None and plain(given[0]):  # mostly so, and then without detours
-            return self._begin("all_reduce", collectives.all_reduce(self._team, self._tag(), given[0], fold), given, _options(opts))
+            team, t, options = self._team, given[0], _options(opts)
+            if team.size == 2 and 0 < t.nbytes <= collectives.EAGER and self._alive and self._awaited(options):
+                try:
+                    steps = collectives.all_reduce_pair(team, self._tag(), t, fold)
+                except WorldError as error:
+                    steps = _raising(error)
+                if steps is None:
+                    return Finished(given)
+            else:
+                steps = collectives.all_reduce(team, self._tag(), t, fold)
+            return self._begin("all_reduce", steps, given, options)
         memory = self._memory()
         rounds = [self._all_reduced(memory, t, fold) for t in given]
         return self._start("all_reduce", memory, rounds, given, _options(opts))
@@ -406,6 +420,11 @@ def _options(opts: Any) -> Any:
 def _one_by_one(rounds: Sequence[Steps]) -> Steps:
     for steps in rounds:
         yield from steps
+
+
+def _raising(error: WorldError) -> Steps:
+    yield from ()
+    raise error
 
 
 def _sent(team: Team, t: Tensor, to: int, tag: int) -> Steps:

@@ -79,6 +79,13 @@ class Round:
         self._kept: list[Tensor] = []
         self._status = team.library.api.Status()
 
+    @classmethod
+    def begun(cls, team: Team, tag: int, requests: Sequence[MPI.Request], arriving: Sequence[tuple[int, int, int]], kept: Sequence[Tensor]) -> Round:
+        """One whose messages are on their way already."""
+        here = cls(team, tag)
+        here._requests, here._arriving, here._kept = list(requests), list(arriving), list(kept)
+        return here
+
     def send(self, t: Tensor, to: int) -> None:
         """Start sending to the rank at this index of the team."""
         team = self._team
