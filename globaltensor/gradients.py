@@ -5,8 +5,7 @@ Autograd itself runs on the local tensors. How the gradients of leaves are summe
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["backward", "get_grad", "grad", "local_grad", "register_hook", "set_grad"]
+__all__ = ["backward", "get_grad", "grad", "local_grad", "set_grad"]
 
 # ---------------------------------------------------------------------------------------------------------------- .grad
 
@@ -174,41 +173,6 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
             here.owed = None
         return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
-
-
-def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
-    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp."""
-    dual = self._spec.dual()
-    reducer.watch()
-
-    def run(local: torch.Tensor) -> Any:
-        out = hook(GlobalTensor.wrap(local, dual))
-        if out is None:
-            return None
-        if not isinstance(out, GlobalTensor):
-            raise SbpError("a hook on a global tensor must return a global tensor or None")
-        return box(out._local, out._spec, dual, why="gradient from a hook")
-
-    return self._local.register_hook(run)
-
-
-class _Removable:
-    def __init__(self, hooks: dict[int, Any], key: int) -> None:
-        self.hooks, self.key = hooks, key
-
-    def remove(self) -> None:
-        self.hooks.pop(self.key, None)
-
-
-def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
-    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient."""
-    self.__dict__["_watched"] = True
-    if self._leaf is None:
-        owner = weakref.ref(self)
-        return self._local.register_post_accumulate_grad_hook(lambda _: hook(x) if (x := owner()) is not None else None)
-    key = max(self._leaf.hooks, default=0) + 1
-    self._leaf.hooks[key] = hook
-    return _Removable(self._leaf.hooks, key)
 
 
 HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: backward(*args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ class LeafGradient:
         self.dual = leaf._spec.dual()
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
-        self.hooks: dict[int, Callable[[GlobalTensor], None]] = {}
+        self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = OrderedDict()  # torch's handles refer to it weakly
         placement = self.spec.placement
         summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
         self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)

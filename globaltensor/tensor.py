@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import gradients, reducer, sharded
+from . import gradients, hooks, reducer, sharded
 from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
-from .dispatch import HANDLERS
+from .dispatch import HANDLERS, into_plain
 from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .placement import Placement
@@ -294,7 +294,7 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
 def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], GlobalTensor):
         return copy_(*args, **kwargs)
-    raise InplaceError("copy_ of a global tensor into a plain one: copy its part, x.to_local(), or its whole value, x.to_global(sbp=broadcast).to_local()")
+    return into_plain(func, args[1].placement, args, kwargs)
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
@@ -328,6 +328,10 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
     return self
 
 
+def data(self: GlobalTensor) -> GlobalTensor:
+    return GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
+
+
 def set_data(self: GlobalTensor, value: Any) -> None:
     """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
     if not isinstance(value, GlobalTensor):
@@ -343,16 +347,6 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     self._leaf = None
     if kept:
         set_requires_grad(self, True)
-
-
-def grad_fn(self: GlobalTensor) -> Any:
-    reducer.watch()  # it takes hooks
-    return self._local.grad_fn
-
-
-def retain_grad(self: GlobalTensor) -> None:
-    reducer.watch()
-    self._local.retain_grad()
 
 
 def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
@@ -410,11 +404,11 @@ METHODS: dict[str, Any] = {
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
-    "requires_grad_": requires_grad_, "retain_grad": retain_grad, "backward": gradients.tensor_backward, "register_hook": gradients.register_hook,
-    "register_post_accumulate_grad_hook": gradients.register_post_accumulate_grad_hook,
+    "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
+    "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
-    "grad_fn": property(grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(detach, set_data),
+    "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
     "grad": property(gradients.get_grad, gradients.set_grad, lambda self: gradients.set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
@@ -439,6 +433,7 @@ def install() -> None:
         setattr(GlobalTensor, name, value)
     for name, value in PLAIN.items():
         setattr(torch.Tensor, name, value)
+    hooks.install()
 
 
 def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -282,8 +282,6 @@ def test_gradient_without_memory() -> None:
     simulate(2, _gradient_without_memory)
 
 
-
-@pytest.mark.xfail(strict=True, reason="torch puts a custom autograd.Function of its own around the module, which refuses global tensors")
 def test_full_backward_hooks() -> None:
     def run() -> None:
         seen: list[list[Any]] = [[], []]

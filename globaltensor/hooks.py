@@ -1,0 +1,119 @@
+"""Hooks on gradients: of tensors, of leaves whose gradient is complete, and torch's full backward hooks of modules.
+
+Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the dual of its sbp says, so that its values read as on one
+device. Whoever hooks in looks at gradients on their way, so none may be owed anything (rules/quotient.py): `reducer.watch`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from . import _torch
+from .boxing import box
+from .errors import SbpError
+from .reducer import watch
+from .spec import Spec
+from .wrapper import GlobalTensor
+
+__all__ = ["grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+
+
+def _given_back(grad: Any, dual: Spec | None) -> Any:
+    """What a hook returned in place of a gradient -> this rank's part of it."""
+    if grad is None or dual is None:
+        return grad
+    if not isinstance(grad, GlobalTensor):
+        raise SbpError("a hook on a global tensor must return a global tensor or None")
+    return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
+
+
+def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
+    """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp. It may return another. Collective:
+    every rank registers the same hooks in the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local tensor."""
+    dual = self._spec.dual()
+    watch()
+    return self._local.register_hook(lambda local: _given_back(hook(GlobalTensor.wrap(local, dual)), dual))  # type: ignore[no-untyped-call]
+
+
+def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
+    """``hook(tensor)`` once ``tensor.grad`` holds the whole gradient, summed over the ranks: under ``no_sync()`` that is not before the pass that sums.
+    Returns a handle with ``remove()``."""
+    if not self._local.is_leaf:
+        raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
+    self.__dict__["_watched"] = True
+    if self._leaf is None:
+        owner = weakref.ref(self)
+        return self._local.register_post_accumulate_grad_hook(lambda _: hook(x) if (x := owner()) is not None else None)
+    handle = RemovableHandle(self._leaf.hooks)
+    self._leaf.hooks[handle.id] = hook
+    return handle
+
+
+def retain_grad(self: GlobalTensor) -> None:
+    """Keep the gradient of a tensor that is no leaf: ``.grad`` shows it in the tensor's own sbp."""
+    watch()
+    self._local.retain_grad()
+
+
+def grad_fn(self: GlobalTensor) -> Any:
+    """The node of autograd's graph that made this rank's part. Its hooks see parts, except where it belongs to a module's full backward hook."""
+    watch()
+    node = self.__dict__.get("_node")
+    return node if node is not None and node.node is self._local.grad_fn else self._local.grad_fn
+
+
+# ---------------------------------------------------------------------------------------------------------------- full backward hooks of modules
+
+
+class _Node:
+    """The node of the identity that torch puts around a hooked module, as torch's hooks use it: what they are given, and give back, is global."""
+
+    __slots__ = ("duals", "node")
+
+    def __init__(self, node: Any, duals: Sequence[Spec | None]) -> None:
+        self.node, self.duals = node, duals
+
+    def name(self) -> str:
+        return str(self.node.name())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        def run(inputs: Any, outputs: Any) -> Any:
+            given = hook(self._global(inputs), self._global(outputs))
+            return None if given is None else tuple(_given_back(g, d) for g, d in zip(given, self.duals, strict=True))
+
+        return self.node.register_hook(run)
+
+    def _global(self, grads: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = zip(grads, self.duals, strict=True)
+        return tuple(g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in pairs)
+
+
+def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
+    """The identity through which torch sees the gradients of a module's inputs or outputs: on the local parts, with nodes whose hooks see global tensors."""
+    if not any(isinstance(t, GlobalTensor) for t in tensors):
+        return identity(*tensors)
+    watch()
+    parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
+    duals = [t._spec.dual() if isinstance(t, GlobalTensor) else None for t in tensors]
+    outs = []
+    for t, part in zip(tensors, parts, strict=True):
+        if isinstance(t, GlobalTensor):
+            out = GlobalTensor.wrap(part, t._spec)
+            out._pinned = t._pinned
+            if part.grad_fn is not None:
+                out.__dict__["_node"] = _Node(part.grad_fn, duals)
+            outs.append(out)
+        else:
+            outs.append(part)
+    return tuple(outs)
+
+
+def install() -> None:
+    _torch.wrap_module_identity(_around_module)
