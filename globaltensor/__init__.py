@@ -5,6 +5,7 @@ from typing import Any
 import torch as _torch_package
 
 from . import foreach as _foreach  # (handlers)
+from . import amp as _amp  # (handlers)
 from . import optimizers as _optimizers
 from . import draws as _draws  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
@@ -16,6 +17,7 @@ from .dispatch import rule
 from .distributed import env
 from .distributed.spawn import run, spawn
 from .local_map import local_map
+from .parallelize import parallelize
 from .placement import Placement, placement
 from .reducer import no_sync
 from .show import show

@@ -17,7 +17,7 @@ from .bodies import body_of
 from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .placement import Placement
-from .plans import Answer, Boxed, Moved, Plan, Through, Whole, describe_call, inplace_error, name_of, replaced, tensors_in
+from .plans import Answer, Boxed, Moved, Plan, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -25,7 +25,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, kernel_message
 
-__all__ = ["HANDLERS", "call", "rule"]
+__all__ = ["HANDLERS", "call", "into_plain", "rule"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -179,10 +179,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if rule is None:
         return _unruled(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
-        raise InplaceError(
-            f"{describe_call(func, tensors)}: an in-place op on a plain tensor cannot take a global operand; use the out-of-place form, "
-            "or x.to_local() of the operand (its local part), or make the target global with to_global(placement, sbp)"
-        )
+        return Through(lambda *a, **k: into_plain(func, placement, a, k))
     op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
     these, unknown = iter(op.args), ""
     try:
@@ -294,6 +291,22 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
             stacklevel=5,
         )
     return Whole(name, specs, inplace)
+
+
+def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
+    target = args[0]
+    spec = Spec.make(target.shape, target.dtype, placement, [broadcast] * placement.axes)
+    mine = GlobalTensor.wrap(promote(target, spec).clone(), spec)
+    result = func(mine, *args[1:], **kwargs)
+    whole: Any = mine.to_global(sbp=[broadcast] * placement.axes)
+    value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
+    here, inside = world(), whole.placement.coordinate(world().rank) is not None
+    if here.size > len(placement.flat):  # ranks outside have the plain tensor as well, and no part in its gradient
+        sent = here.comm(tuple(range(here.size))).broadcast(value.detach() if inside else torch.empty_like(target), placement.flat[0])
+        value = value if inside else sent
+    target.copy_(value)
+    return target if result is mine else result
 
 
 def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

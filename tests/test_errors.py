@@ -283,16 +283,6 @@ def foreach_on_partial_sums() -> None:
     torch._foreach_sqrt_([ones(P), ones(P)])
 
 
-@row(errors.InplaceError, "add_(plain [4, 4], f32[4, 4] S(0))", "plain tensor cannot take a global operand", "out-of-place", "to_local()")
-def a_global_operand_into_a_plain_tensor() -> None:
-    torch.ones(4, 4).add_(ones())
-
-
-@row(errors.InplaceError, "copy_ of a global tensor into a plain one", "to_local()")
-def copy_into_a_plain_tensor() -> None:
-    torch.ones(4, 4).copy_(ones())
-
-
 @row(errors.InplaceError, "out= of add must be a global tensor", "returned value")
 def plain_out() -> None:
     torch.add(ones(), ones(), out=torch.empty(4, 4))

@@ -1,0 +1,75 @@
+"""In-place ops with global operands on plain tensors: all ranks have the whole result in them, and gradients go through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+INDEX = torch.tensor([0, 1, 2, 0, 1, 3])
+
+
+def written(source: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    counts = torch.zeros(4, dtype=torch.float64).scatter_add_(0, index, source)
+    doubled = weight * 2
+    doubled.add_(counts[:3])
+    doubled[0] = source[1]
+    doubled *= source.sum()
+    doubled[1:].copy_(source[:2] + doubled[1:])
+    return counts, doubled
+
+
+def run(ranks: list[int], after: bool) -> None:
+    where = flow.placement("cpu", ranks)
+    draw = torch.Generator().manual_seed(0)
+    value = torch.randn(6, dtype=torch.float64, generator=draw)
+    factor = torch.arange(4.0, dtype=torch.float64)
+
+    def loss(source: Tensor, index: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        counts, doubled = written(source, index, weight)
+        assert type(counts) is type(doubled) is Tensor
+        return (counts * factor).sum() + (doubled.square() * factor[:3]).sum()
+
+    plain, weight = value.clone().requires_grad_(), factor[:3].clone().requires_grad_()
+    want = loss(plain, INDEX, weight, factor)
+    want.backward()
+    split = [t.to_global(where, B).to_global(sbp=S(0)) for t in (value, INDEX, factor)]  # type: ignore[attr-defined]
+    source, ours = split[0].requires_grad_(), factor[:3].clone().requires_grad_()
+    # What is plain afterwards meets plain tensors or global ones.
+    got = loss(source, split[1], ours, split[2] if after else factor)
+    assert got.item() == pytest.approx(want.item(), rel=1e-12)
+    got.backward()
+    assert plain.grad is not None
+    assert weight.grad is not None
+    if flow.env.get_rank() in ranks:
+        mine = plain.grad.tensor_split(len(ranks))[ranks.index(flow.env.get_rank())]
+        torch.testing.assert_close(source.grad.to_local(), mine, rtol=1e-12, atol=1e-13)
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, weight.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_in_place_on_a_plain_tensor(after: bool) -> None:
+    simulate(2, run, [0, 1], after)
+    simulate(4, run, [0, 1, 2, 3], after)
+
+
+def test_ranks_outside_have_the_result_too() -> None:
+    simulate(3, run, [0, 2], True)
+
+
+def leaf() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x.add_(torch.ones(3).to_global(flow.placement.all("cpu"), B))  # type: ignore[attr-defined]
+    with torch.no_grad():
+        x.add_(torch.ones(3).to_global(flow.placement.all("cpu"), B))  # type: ignore[attr-defined]
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_a_leaf_is_written_without_gradients_alone() -> None:
+    simulate(2, leaf)
