@@ -193,7 +193,8 @@ class Boxed(Plan):
                 RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, ())
             result = _elsewhere(self.outs, locals_)
             if self.inplace:
-                tensors[0]._local = result[0]
+                if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
+                    tensors[0]._local = result[0]
                 return written(tensors[0])
         else:
             these = iter(locals_)
