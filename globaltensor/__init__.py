@@ -5,7 +5,7 @@ from typing import Any
 import torch as _torch_package
 
 from . import foreach as _foreach  # (handlers)
-from . import amp as _amp  # (handlers)
+from . import scaling as _scaling  # (handlers)
 from . import optimizers as _optimizers
 from . import draws as _draws  # (handlers)
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)

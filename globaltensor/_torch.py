@@ -91,6 +91,10 @@ def wrap_module_identity(around: Any) -> None:
     identity.apply = staticmethod(functools.partial(around, identity.apply))  # type: ignore[assignment]
 
 
+#: What GradScaler calls on the gradients of one device and dtype: it has no public name.
+unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
+
+
 #: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
 foreach_norm = torch._foreach_norm
 

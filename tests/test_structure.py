@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws"),
-    ("optimizers", "amp", "tensor", "local_map", "foreach", "creation", "modules", "show"),
+    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("nn", "utils", "graph", "auto", "v0"),
     ("__init__",),
