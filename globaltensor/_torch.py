@@ -54,6 +54,16 @@ def kernel_writes(kernel: Any) -> bool:
     return kernel.__name__.endswith("_") if isinstance(kernel, torch._ops.OpOverloadPacket) else bool(kernel._schema.is_mutable)
 
 
+def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """The kernel of scaled_dot_product_attention on the cpu [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps for itself."""
+    return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+
+
+def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> tuple[Any, Any, Any]:
+    """Its gradients of q, k and v. ``out`` and ``lse`` may be of more keys than ``k`` holds: then these are the shares of these keys."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+
+
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 

@@ -1,9 +1,10 @@
 """Pick the cheapest signature of an op for the operands as they lie. Pure and deterministic: every rank takes the same decision.
 
 An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
-combination of signatures, one an axis, is priced: the time to box the operands, plus what is lost by it: giving up broadcast operands costs the
-gather that would bring one back, leaving a partial result half its reduction, losing the split of operand 0 the way back to it. Ties go to the
-combination whose result lies as some operand did, then to the one with the least traffic, with the fewest operands moved, listed first.
+combination of signatures, one an axis, is priced: the time to box the operands, what the op itself communicates, plus what is lost by it: giving up
+broadcast operands costs the gather that would bring one back, leaving a partial result half its reduction, losing the split of operand 0 the way back
+to it. Ties go to the combination whose result lies as some operand did, then to the one with the least traffic, with the fewest operands moved, listed
+first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
     for signatures in itertools.product(*([s for s in m if _fits(op, s, specs, a)] for a, m in enumerate(menu))):
         found = _choice(signatures, specs, outs)
         same = (a is b or (i in op.addends and not plan(b, a).bytes) for i, (a, b) in enumerate(zip(found.ins, specs, strict=True)))
-        if all(same) and (keep is None or found.outs[0].layout == specs[keep].layout):
+        if all(same) and not (op.traffic and op.traffic(found)) and (keep is None or found.outs[0].layout == specs[keep].layout):
             return found
     while len(menu) and _count(menu) > _MOST:
         longest = max(range(axes), key=lambda a: len(menu[a]))
@@ -94,7 +95,7 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
 
 def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float, int]:
     """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands moved)."""
-    traffic, lost, moved = 0.0, 0.0, 0
+    traffic, lost, moved = op.traffic(choice) if op.traffic else 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
             route = plan(src, dst)

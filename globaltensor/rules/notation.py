@@ -99,7 +99,10 @@ class Op:
     ``scale``: (operand or ``~result``, dim) -> elements of that dim in one element of its factor. ``local``: builds the function a rank runs (None:
     torch's own).
     ``composite``: the call is written with other global ops instead. ``whole_call``: the result's shape depends on data, so it runs on whole operands.
-    ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
+    ``menu``: the signatures on an axis, where they are not just those that follow from the factors. ``traffic``: of a choice, the seconds for which
+    ``local`` itself communicates. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
+    ``exchanges``: factors along which ``local``, where they are split, communicates with the other ranks of the factor: all of these must run it, and
+    its backward, in the same order.
     """
 
     args: list[Arg]
@@ -117,6 +120,9 @@ class Op:
     whole_call: bool = False
     random: bool = False
     view: bool = False
+    menu: Callable[[int], Sequence[Signature]] | None = None
+    traffic: Callable[[Any], float] | None = None
+    exchanges: set[Factor] = field(default_factory=set)
     function: Any = None
 
     def __post_init__(self) -> None:
@@ -142,6 +148,10 @@ class Op:
 
     def signatures(self, axis: int) -> Iterator[Signature]:
         """Every signature on ``axis``, the plainest first. Units are those that the operands come with."""
+        return self.derived(axis) if self.menu is None else iter(self.menu(axis))
+
+    def derived(self, axis: int) -> Iterator[Signature]:
+        """The signatures that follow from the factors and from linearity."""
         none = (broadcast,) * len(self.args)
         outs = (broadcast,) * len(self.out)
         entries = [a.spec.layout[axis] for a in self.args]
