@@ -19,7 +19,7 @@ from .distributed.spawn import run, spawn
 from .local_map import local_map
 from .parallelize import parallelize
 from .placement import Placement, placement
-from .reducer import no_sync
+from .reducer import no_sync, reduce_dtype
 from .show import show
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local

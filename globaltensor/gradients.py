@@ -160,7 +160,7 @@ def _presented(x: Any, g: torch.Tensor | None) -> Any:
     if g is None or not isinstance(x, GlobalTensor):
         return g
     spec = x._spec.replace(dtype=g.dtype)
-    return GlobalTensor.wrap(box(g, spec.dual(), spec, why="torch.autograd.grad"), spec)
+    return GlobalTensor.wrap(reducer.summed(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec)
 
 
 def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:

@@ -12,6 +12,7 @@ from .convert import check_placement
 from .distributed.world import world
 from .errors import SbpError, ShapeError
 from .placement import Placement
+from .reducer import reduce_dtype
 from .sbp import Sbp, as_layout, broadcast
 from .wrapper import GlobalTensor
 
@@ -79,6 +80,8 @@ def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalT
             new = new.clone()  # a slice would keep the whole tensor alive
     if isinstance(old, torch.nn.Parameter):
         parameter = torch.nn.Parameter(new, old.requires_grad)
+        if isinstance(old, GlobalTensor):
+            reduce_dtype(parameter, old._reduce_dtype)
         if old.grad is not None:
             grad = old.grad
             parameter.grad = grad.to_global(placement, layout) if isinstance(grad, GlobalTensor) else _made(grad, placement, layout)

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,12 +18,29 @@ from . import _torch
 from .boxing import box
 from .buckets import Buckets
 from .distributed.world import World, world
+from .errors import GlobalTensorError
+from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["LeafGradient", "Reducer", "attach", "no_sync", "reducer", "watch"]
+__all__ = ["LeafGradient", "Reducer", "attach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "summed", "watch"]
+
+Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
 # As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+
+
+def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """In which dtype a gradient is summed over the ranks, where its leaf wants ``wanted``."""
+    return grad.dtype if wanted is None or not grad.is_floating_point() else wanted
+
+
+def summed(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | None, why: str) -> torch.Tensor:
+    """A gradient boxed from ``dual`` to ``spec``, summed in the dtype that its leaf wants. Differentiable."""
+    kind = dtype_of_sum(grad, wanted)
+    if kind is grad.dtype:
+        return box(grad, dual, spec, why=why)
+    return box(grad.to(kind), dual.replace(dtype=kind), spec.replace(dtype=kind), why=why).to(grad.dtype)
 
 
 class LeafGradient:
@@ -34,6 +51,7 @@ class LeafGradient:
         self.local = leaf._local
         self.spec = leaf._spec
         self.dual = leaf._spec.dual()
+        self.reduce_dtype = leaf._reduce_dtype
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = OrderedDict()  # torch's handles refer to it weakly
@@ -67,7 +85,7 @@ class LeafGradient:
         """What has come in up to now, reduced. Collective where something is pending."""
         if self.local.grad is not None:
             grad = self.take()
-            self.put(box(grad, self.dual, self.spec, why="gradient of a leaf").contiguous())  # type: ignore[arg-type]
+            self.put(summed(grad, self.dual, self.spec, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
 
@@ -108,16 +126,17 @@ class Reducer:
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
             self.alone.append((leaf, grad))
             return
-        for bucket in self.buckets.add(leaf.number, (leaf, grad), grad.nbytes, (leaf.way, grad.dtype, grad.device)):
+        kind = dtype_of_sum(grad, leaf.reduce_dtype)
+        for bucket in self.buckets.add(leaf.number, (leaf, grad), grad.numel() * kind.itemsize, (leaf.way, kind, grad.dtype, grad.device)):
             self.send(bucket)
 
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        parts = [g.reshape(-1) for _, g in bucket]
+        parts, kind = [g.reshape(-1) for _, g in bucket], dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         # Gradients stay where they were summed. Memory that is touched for the first time costs more than a copy: it serves again once they have been let go.
-        key, size = (bucket[0][0].way, parts[0].dtype, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
+        key, size = (bucket[0][0].way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
         flat = self.flats.get(key)
         if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
-            flat = self.flats[key] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+            flat = self.flats[key] = torch.empty(size, dtype=kind, device=parts[0].device)
         torch.cat(parts, out=flat)
         if (factor := self.factor()) != 1:
             flat *= factor
@@ -150,12 +169,12 @@ class Reducer:
                     handle.wait()
                 for (leaf, grad), part in zip(bucket, flat.split_with_sizes([grad.numel() for _, grad in bucket]), strict=True):
                     part = part.view(grad.shape)
-                    leaf.put(part if grad.is_contiguous() else grad.copy_(part))
+                    leaf.put(part if part.dtype is grad.dtype and grad.is_contiguous() else grad.copy_(part))
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
-                    leaf.put(box(grad, leaf.dual, leaf.spec, why="gradient of a leaf"))
+                    leaf.put(summed(grad, leaf.dual, leaf.spec, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)
             for leaf in self.finished:
                 owner = leaf.owner()
@@ -191,6 +210,28 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         here.deferred -= 1
+
+
+def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
+    """Sum the gradients of a global tensor, or of a module's global parameters, over the ranks in ``dtype``, then cast them back; returns ``target``.
+
+    For parameters in bfloat16 or float16: ``flow.reduce_dtype(model, torch.float32)`` rounds once what otherwise may be rounded at each addition, and sends
+    twice the bytes. Holds for the sums that data parallelism and sharded parameters need (all-reduce, reduce-scatter). None: in the gradient's own dtype.
+    The same on every rank. Raises GlobalTensorError for a dtype that is not a real floating one. (``MixedPrecision.reduce_dtype`` of torch's FSDP.)
+
+    >>> import torch
+    >>> import globaltensor as flow
+    >>> model = torch.nn.Linear(4, 2).bfloat16().to_global(flow.placement("cpu", [0]), flow.sbp.broadcast)
+    >>> model = flow.reduce_dtype(model, torch.float32)
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise GlobalTensorError(f"reduce_dtype: gradients are summed in a floating dtype such as torch.float32, not {dtype}")
+    for p in target.parameters() if isinstance(target, torch.nn.Module) else (target,):
+        if isinstance(p, GlobalTensor):
+            p._reduce_dtype = dtype
+            if p._leaf is not None:
+                p._leaf.reduce_dtype = dtype
+    return target
 
 
 def watch() -> None:

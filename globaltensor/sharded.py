@@ -17,7 +17,7 @@ import torch
 from .boxing import box, log, plan
 from .buckets import Buckets
 from .distributed.world import World, world
-from .reducer import reducer
+from .reducer import dtype_of_sum, reducer, summed
 from .spec import Spec
 from .wrapper import GlobalTensor
 
@@ -181,7 +181,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
-            return box(grads[0], ctx.dst.dual(), ctx.src.dual(), why="gradient of a gathered parameter"), None, None, None, None
+            dual, mine = ctx.dst.dual(), ctx.src.dual()
+            return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None, None
         scatter(ctx.leaf, ctx.dst, grads[0])
         return None, None, None, None, None
 
@@ -199,8 +200,9 @@ def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor) -> None:
     state = _state()
     reducer().at_end(finish)
     src = leaf._spec
-    key = (src.placement, gather_axes(src, dst), grad.dtype, dst.layout)
-    for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.nbytes, key):
+    kind = dtype_of_sum(grad, leaf._reduce_dtype)
+    key = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
+    for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
         _send(state, bucket)
 
 
@@ -218,11 +220,12 @@ def finish() -> None:
 
 
 def _send(state: Sharding, items: list[Waiting]) -> None:
-    leaf, dst, _ = items[0]
+    leaf, dst, first = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
     chunks = [torch.cat([_piece(grad, leaf._spec, whole, r, rank).reshape(-1) for leaf, whole, grad in items]) for r in ranks]
-    mine = world().comm(ranks).reduce_scatter(chunks, "sum")
+    kind = dtype_of_sum(first, leaf._reduce_dtype)
+    mine = world().comm(ranks).reduce_scatter([c.to(kind) for c in chunks], "sum").to(first.dtype)
     start = 0
     for leaf, _, _ in items:
         shape = leaf._spec.local_shape(rank)

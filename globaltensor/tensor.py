@@ -366,12 +366,13 @@ def is_nonzero(self: GlobalTensor) -> bool:
     return bool(full(self))
 
 
-def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> GlobalTensor:
+def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None = None) -> GlobalTensor:
     if local.numel() or spec.placement.type != "cpu":
         local = local.to(world().device(spec.placement.type))
     out = GlobalTensor.wrap(local, spec)
     if is_parameter:
         out._is_param = True  # type: ignore[attr-defined]
+    out._reduce_dtype = reduce_dtype
     if requires_grad:
         set_requires_grad(out, True)
     return out
@@ -379,7 +380,7 @@ def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: 
 
 def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
     """Pickled as this rank's part and its spec: to be read by the same rank of a world of the same size."""
-    return rebuild, (self._local.detach().cpu(), self._spec, self.requires_grad, getattr(self, "_is_param", False))
+    return rebuild, (self._local.detach().cpu(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
 
 
 def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
@@ -387,7 +388,7 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
         return memo[id(self)]  # type: ignore[no-any-return]
     if not self._local.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
-    out = memo[id(self)] = rebuild(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False))
+    out = memo[id(self)] = rebuild(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
     grad = self.grad
     if grad is not None:
         out.grad = copying.deepcopy(grad, memo)

@@ -33,6 +33,7 @@ class GlobalTensor(torch.Tensor):
     _aliased: bool = False  # a view, or the base of one
     _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
     _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
+    _reduce_dtype: torch.dtype | None = None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
     _origin: Any = None  # of such a view made by x[index]: (x, index, x's version then), so that writing can reach it
 
     @staticmethod
