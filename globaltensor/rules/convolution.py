@@ -1,22 +1,38 @@
-"""Convolution, pooling and resampling: parallel over batch and channels, whole in space. Input channels of a convolution are contracted."""
+"""Convolution and resampling: parallel over batch and channels. Input channels of a convolution are contracted; split space needs a halo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..boxing.halo import fetch
+from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
 from .matmul import product
 from .notation import Arg, Dims, Op, Split
-from .parts import register, unless_empty, zeros_connected
-from .registry import RULES
+from .parts import register, split_in, unless_empty, zeros_connected
 
 __all__: list[str] = []
 
 _Bound = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """One form of call. ``windows``: of each dim of space. ``channels``: input channels of a group, where there are groups.
+
+    ``lopsided``: torch pads one side more than the other, which no number for both sides says.
+    """
+
+    function: Any
+    read: _Bound
+    windows: dict[int, Window]
+    channels: int | None
+    lopsided: bool
 
 
 def _conv(space: int, transposed: bool) -> None:
@@ -36,27 +52,46 @@ def _conv(space: int, transposed: bool) -> None:
         call = read(*args, **kwargs)
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
         lead: Dims = ("n",) if x.ndim == space + 2 else ()
-        room: Dims = (None,) * space
+        at = len(lead)
+        room = _room(op, x, at + 1)
         if groups == 1:
             kernel: Dims = ("i", "o") if transposed else ("o", "i")
-            product(op, [(*lead, "i", *room), (*kernel, *room)], [x, weight], (*lead, "o", *room))
+            product(op, [(*lead, "i", *room), (*kernel, *[None] * space)], [x, weight], (*lead, "o", *room))
             if bias is not None:
                 op.set(bias, ("o",))
                 op.addends = frozenset([bias.index])
                 op.linear = [g | {bias.index} for g in op.linear]
-            op.local = _unless_empty(function, read)
         else:
             _grouped(op, call, lead, room, transposed)
-            op.local = _local_groups(function, read, x.shape[len(lead)] // groups, len(lead))
+        windows = {at + 1 + k: _window(call, at + 1 + k, k, space) for k in range(space)}
+        lopsided = call["padding"] == "same" and any(2 * w.left != w.dilation * (w.kernel - 1) for w in windows.values())
+        form = _Form(function, read, windows, x.shape[at] // groups if groups > 1 else None, lopsided)
+        op.local = _local_conv(form, _spread if transposed else _slid)
 
     register(function, describe)
+
+
+def _room(op: Op, x: Arg, first: int) -> Dims:
+    """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of a halo."""
+    room: Dims = tuple(d if split_in(x, [d]) else None for d in range(first, x.ndim))
+    op.exchanges = {f for f in room if f is not None}
+    return room
+
+
+def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
+    """The window along dim ``d`` of the input, the ``k``-th of its dims of space."""
+    x, weight, padding = call["input"], call["weight"], call["padding"]
+    kernel, stride, dilation = weight.shape[weight.ndim - space + k], pair_up(call["stride"], space)[k], pair_up(call["dilation"], space)[k]
+    if padding == "same":  # of an odd number the larger half stands behind
+        return Window(x.shape[d], kernel, stride, dilation * (kernel - 1) // 2, dilation)
+    return Window(x.shape[d], kernel, stride, 0 if padding == "valid" else pair_up(padding, space)[k], dilation)
 
 
 def _grouped(op: Op, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool) -> None:
     """Whole groups of channels may be split; the dims of one group may not."""
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     op.set(x, (*lead, "g", *room))
-    op.set(weight, ("g", None, *room))
+    op.set(weight, ("g", *[None] * (weight.ndim - 1)))
     op.out = [(*lead, "g", *room)]
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
     op.scale = {(x.index, len(lead)): x.shape[len(lead)] // groups, (weight.index, 0): weight.shape[0] // groups, (~0, len(lead)): outputs}
@@ -67,33 +102,78 @@ def _grouped(op: Op, call: dict[str, Any], lead: Dims, room: Dims, transposed: b
         op.linear = [g | {bias.index} for g in op.linear]
 
 
-def _unless_empty(function: Any, read: _Bound) -> Callable[[Split], Callable[..., Any]]:
+def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -> Callable[[Split], Callable[..., Any]]:
+    """What a rank runs: torch's own with the groups it has, with a halo where space is split, and nothing where it has no element."""
+
     def local(split: Split) -> Callable[..., Any]:
-        if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
-            return function  # type: ignore[no-any-return]
-        shape, dtype = split.out_shape(), split.outs[0].dtype
-
-        def empty(*args: Any, **kwargs: Any) -> Tensor:
-            call = read(*args, **kwargs)
-            bias = call["bias"]
-            out = zeros_connected(shape, dtype, [t for t in (call["input"], call["weight"], bias) if t is not None])
-            space = call["weight"].ndim - 2
-            return out if bias is None else out + bias.reshape(-1, *[1] * space)  # of no input channels, the bias remains
-
-        return empty
+        over, first, shape = split_room(split), min(form.windows), split.ins[0].local_shape(split.rank)
+        lacking = 0 in shape[:first] or any(0 in spec.local_shape(split.rank) for spec in split.ins[1:])
+        groups = {} if form.channels is None or lacking else {"groups": shape[first - 1] // form.channels}
+        nothing = _nothing(form.read, split)
+        if over:
+            return over_space(form, split, over, groups, nothing if lacking or 0 in split.out_shape() else None)
+        if lacking or 0 in shape:
+            return nothing
+        if not split.is_split("g"):
+            return form.function  # type: ignore[no-any-return]
+        return lambda *args, **kwargs: form.function(**{**form.read(*args, **kwargs), **groups})
 
     return local
 
 
-def _local_groups(function: Any, read: _Bound, channels: int, at: int) -> Callable[[Split], Callable[..., Any]]:
-    def local(split: Split) -> Callable[..., Any]:
-        shape = split.ins[0].local_shape(split.rank)
-        if 0 in shape or not split.is_split("g"):
-            return _unless_empty(function, read)(split)
-        groups = shape[at] // channels
-        return lambda *args, **kwargs: function(**{**read(*args, **kwargs), "groups": groups})
+def _nothing(read: _Bound, split: Split) -> Callable[..., Tensor]:
+    """Of no elements: zeros that stay in the graph, and the bias."""
+    shape, dtype = split.out_shape(), split.outs[0].dtype
 
-    return local
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        call = read(*args, **kwargs)
+        bias = call["bias"]
+        out = zeros_connected(shape, dtype, [t for t in (call["input"], call["weight"], bias) if t is not None])
+        return out if bias is None else out + bias.reshape(-1, *[1] * (call["weight"].ndim - 2))  # of no input channels, the bias remains
+
+    return run
+
+
+def _slid(form: _Form, split: Split, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """A convolution: the kernel slides over the part and its halo."""
+    ours = {d: w for d, w in form.windows.items() if d in over or form.lopsided}
+    geometry = settle_windows(split, ours, over)
+    padding = [0 if d in ours else w.left for d, w in form.windows.items()]
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        call = {**form.read(*args, **kwargs), **groups}
+        call["input"] = laid_out(call["input"], geometry)
+        return nothing(**call) if nothing is not None else form.function(**{**call, "padding": padding})  # type: ignore[no-any-return]
+
+    return run
+
+
+def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """A transposed convolution: each element spreads over the kernel; fetch those that reach the results here, and cut off what lies beyond."""
+    reaches, sides = {}, {}
+    offsets, lengths = split.outs[0].box(split.rank)
+    for d in over:
+        w = form.windows[d]
+        reaches[d] = reach_of(split, d, d, lambda a, b, w=w: [w.sources(a, b)])  # type: ignore[misc]
+        a, b = offsets[d], offsets[d] + lengths[d]
+        low, high = w.sources(a, b)
+        if low == high:
+            nothing = nothing or _nothing(form.read, split)
+        sides[d] = (low * w.stride - w.left - a, b - ((high - 1) * w.stride - w.left + w.dilation * (w.kernel - 1) + 1))
+    padding = [0 if d in over else w.left for d, w in form.windows.items()]
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        call = {**form.read(*args, **kwargs), **groups}
+        for d, reach in reaches.items():
+            call["input"] = fetch(call["input"], d, reach)
+        if nothing is not None:
+            return nothing(**call)
+        bias, more = call["bias"], pair_up(call["output_padding"], len(padding))
+        more = tuple(0 if d in over else n for d, n in zip(form.windows, more, strict=True))
+        out = padded(form.function(**{**call, "bias": None, "padding": padding, "output_padding": more}), sides)
+        return out if bias is None else out + bias.reshape(-1, *[1] * len(padding))
+
+    return run
 
 
 for _space in (1, 2, 3):
@@ -101,37 +181,7 @@ for _space in (1, 2, 3):
     _conv(_space, True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- pooling, resampling
-
-
-def _spatial(function: Any, space: int, random: bool = False) -> None:
-    """Every operand: leading dims parallel, the last ``space`` whole (further operands may be shorter: their leading dims count)."""
-
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
-        lead = op.args[0].ndim - space
-        if lead < 0:
-            raise ValueError(f"an operand of {op.args[0].ndim} dims")
-        for a in op.args:
-            op.set(a, (*range(min(lead, a.ndim)), *[None] * (a.ndim - lead)))
-        op.out = [(*range(lead), *[None] * space)]
-        op.random = random and len(op.args) == 1
-        op.local = unless_empty(op, function)
-
-    if function not in RULES:
-        register(function, describe)
-
-
-for _space in (1, 2, 3):
-    for _name in (
-        f"max_pool{_space}d", f"max_pool{_space}d_with_indices", f"avg_pool{_space}d", f"lp_pool{_space}d",
-        f"adaptive_max_pool{_space}d", f"adaptive_max_pool{_space}d_with_indices", f"adaptive_avg_pool{_space}d",
-    ):  # fmt: skip
-        for _where in (F, torch):
-            if callable(_f := getattr(_where, _name, None)):
-                _spatial(_f, _space)
-    for _name in (f"fractional_max_pool{_space}d", f"fractional_max_pool{_space}d_with_indices"):
-        if callable(_f := getattr(F, _name, None)):
-            _spatial(_f, _space, random=True)
+# ---------------------------------------------------------------------------------------------------------------- unpooling, resampling
 
 
 def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:

@@ -1,6 +1,7 @@
 """The oracle: a rule is right if, for every signature it admits, slicing the operands, running each rank and assembling the results gives plain torch's.
 
-No dispatcher, no processes, no boxing: only the algebra. `distribute` and `assemble` say in a few lines what a layout means; `check` walks the signatures.
+No dispatcher, no processes, no boxing: only the algebra (ranks that exchange halos and the like do so as threads). `distribute` and `assemble` say in a few
+lines what a layout means; `check` walks the signatures.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
 from globaltensor.errors import noted
 from globaltensor.placement import Placement
 from globaltensor.rules.notation import Arg, Op, Signature, Split
@@ -22,6 +25,7 @@ from globaltensor.sbp import split as split_sbp
 from globaltensor.spec import Spec, pieces
 
 Locals = dict[int, torch.Tensor]
+Parts = dict[int, list[torch.Tensor]]
 GRIDS = ((2,), (3,), (2, 2))
 
 
@@ -203,6 +207,15 @@ def _check_one(func: Any, specs: list[Spec], tensors: list[torch.Tensor], args: 
     return f"{' '.join(','.join(e.short for e in s.layout) for s in specs)} -> {' '.join(','.join(e.short for e in s.layout) for s in outs)}"
 
 
+def _on_ranks(placement: Placement, together: bool, step: Callable[[int], None]) -> None:
+    """``step`` for each rank: on simulated ranks where they communicate, else one after the other."""
+    if together:
+        simulate(placement.size, lambda: step(world().rank), timeout=20.0)
+    else:
+        for rank in placement.flat:
+            step(rank)
+
+
 def _run(func: Callable[..., Any], leaves: Sequence[torch.Tensor], args: Any, kwargs: Any, inplace: bool) -> list[torch.Tensor]:
     ins = [t * 1 if t.requires_grad else t.clone() for t in leaves] if inplace else list(leaves)
     these = iter(ins)
@@ -225,12 +238,17 @@ def _compare(
     gen = torch.Generator().manual_seed(1)
     placement = specs[0].placement
     parts = [distribute(t.detach(), s, gen) for t, s in zip(leaves, specs, strict=True)]
-    inputs, results = {}, {}
-    for rank in placement.flat:
+    inputs: Parts = {}
+    results: Parts = {}
+
+    def forward(rank: int) -> None:
         function = (op.local(Split(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else None) or func
         inputs[rank] = [p[rank].requires_grad_(p[rank].is_floating_point()) for p in parts]
         results[rank] = _run(function, inputs[rank], args, kwargs, inplace)
         assert len(results[rank]) == len(want)
+
+    together = bool(op.exchanges & factors.keys())
+    _on_ranks(placement, together, forward)
     for i, w in enumerate(want):
         assert all(results[r][i].dtype == w.dtype for r in results), f"result {i} has dtype {results[placement.flat[0]][i].dtype}, not {w.dtype}"
         close(assemble({r: results[r][i].detach() for r in results}, outs[i], f"result {i}"), w.detach(), f"result {i}")
@@ -243,13 +261,16 @@ def _compare(
     truth = torch.autograd.grad([want[i] for i in smooth], [leaves[i] for i in wanted], cotangents, allow_unused=True, materialize_grads=True)
     shares = [distribute(c, outs[i].dual(), gen) for i, c in zip(smooth, cotangents, strict=True)]
     grads: dict[int, Any] = {}
-    for rank in placement.flat:
+
+    def backward(rank: int) -> None:
         mine = [results[rank][i] for i in smooth]
         # A rank whose result does not depend on its operands would not take part in the collectives of the backward pass.
         assert all(m.requires_grad for m in mine), f"result on rank {rank} is cut off from autograd"
         grads[rank] = torch.autograd.grad(mine, [inputs[rank][i] for i in wanted], [s[rank] for s in shares], allow_unused=True)
         for i, g, t in zip(wanted, grads[rank], truth, strict=True):
             assert g is not None or not t.any(), f"operand {i} is cut off from autograd on rank {rank}"
+
+    _on_ranks(placement, together, backward)
     for k, i in enumerate(wanted):
         if all(g[k] is None for g in grads.values()):
             continue

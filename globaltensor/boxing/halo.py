@@ -1,0 +1,137 @@
+"""Intervals of a split dim, fetched from the ranks that hold them: halos of a convolution, elements that change places along a dim.
+
+What a rank wants may overlap what others want, so no layout says it. The backward gives every element's gradient back to its holder, who adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import world
+
+__all__ = ["Interval", "Reach", "fetch"]
+
+Interval = tuple[int, int]  # from, up to
+
+
+class Reach:
+    """Who holds which interval of a dim, and which intervals each rank wants. Pure; every rank of ``ranks`` makes the same, seen from its place.
+
+    ``held``: the interval of each rank, disjoint. ``wanted``: for each rank, any intervals, in the order in which they are laid side by side.
+    """
+
+    __slots__ = ("chunks", "given", "index", "length", "quiet", "ranks")
+
+    def __init__(self, ranks: Sequence[int], rank: int, held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> None:
+        self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
+        every = [list(_chunks(held, intervals)) for intervals in wanted]
+        #: (index of the holder, offset in its part, length), as they lie in what is fetched here
+        self.chunks = every[self.index]
+        self.length = sum(n for _, _, n in self.chunks)
+        #: index of a rank -> (offset in the part here, length) of what it gets from here
+        self.given = {i: mine for i, chunks in enumerate(every) if (mine := [(a, n) for q, a, n in chunks if q == self.index])}
+        self.quiet = all(q == i for i, chunks in enumerate(every) for q, _, _ in chunks)  # nobody wants what another holds
+
+    def taken(self) -> dict[int, int]:
+        """Index of each other rank from which something is fetched here -> how much of the dim."""
+        found: dict[int, int] = {}
+        for q, _, n in self.chunks:
+            if q != self.index:
+                found[q] = found.get(q, 0) + n
+        return found
+
+
+def _chunks(held: Sequence[Interval], intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
+    for start, stop in intervals:
+        for q, (a, b) in sorted(enumerate(held), key=lambda item: item[1]):
+            low, high = max(start, a), min(stop, b)
+            if low < high:
+                yield q, low - a, high - low
+
+
+def fetch(local: Tensor, dim: int, reach: Reach) -> Tensor:
+    """The intervals that this rank wants of ``dim``, side by side; differentiable any number of times. Every rank of the reach must call it.
+
+    All other dims of the local tensors must be alike on these ranks. Without traffic where no rank wants what another holds.
+    """
+    if reach.quiet:
+        if [(0, local.shape[dim])] == [(a, n) for _, a, n in reach.chunks]:
+            return local
+        parts = [local.narrow(dim, a, n) for _, a, n in reach.chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _sized(like: Tensor, dim: int, n: int) -> list[int]:
+    return [*like.shape[:dim], n, *like.shape[dim + 1 :]]
+
+
+def _joined(t: Tensor, dim: int, places: Sequence[tuple[int, int]]) -> Tensor:
+    parts = [t.narrow(dim, a, n) for a, n in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _fetched(local: Tensor, dim: int, reach: Reach) -> Tensor:
+    rest = local.numel() // local.shape[dim] if local.shape[dim] else torch.Size(_sized(local, dim, 1)).numel()
+    taken = reach.taken()
+    sends = {i: _joined(local, dim, places) for i, places in reach.given.items() if i != reach.index}
+    came = world().comm(reach.ranks).exchange(sends, {q: n * rest for q, n in taken.items()}, local)
+    whole = {q: flat.view(_sized(local, dim, taken[q])) for q, flat in came.items()}
+    read = dict.fromkeys(taken, 0)
+    parts = []
+    for q, a, n in reach.chunks:
+        if q == reach.index:
+            parts.append(local.narrow(dim, a, n))
+        else:
+            parts.append(whole[q].narrow(dim, read[q], n))
+            read[q] += n
+    return torch.cat(parts, dim) if parts else local.new_empty(_sized(local, dim, 0))
+
+
+def _returned(fetched: Tensor, dim: int, reach: Reach, length: int) -> Tensor:
+    rest = fetched.numel() // fetched.shape[dim] if fetched.shape[dim] else torch.Size(_sized(fetched, dim, 1)).numel()
+    places: dict[int, list[tuple[int, int]]] = {}
+    at = 0
+    for q, _, n in reach.chunks:
+        places.setdefault(q, []).append((at, n))
+        at += n
+    back = {q: _joined(fetched, dim, these) for q, these in places.items()}
+    mine = back.pop(reach.index, None)
+    expected = {i: sum(n for _, n in these) for i, these in reach.given.items() if i != reach.index}
+    came = world().comm(reach.ranks).exchange(back, {i: n * rest for i, n in expected.items()}, fetched)
+    out = fetched.new_zeros(_sized(fetched, dim, length))
+    for i, these in sorted(reach.given.items()):  # in the order of ranks: the same sum every time
+        part, at = mine if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])), 0
+        assert part is not None
+        for a, n in these:
+            out.narrow(dim, a, n).add_(part.narrow(dim, at, n))
+            at += n
+    return out
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, reach: Reach) -> Tensor:
+        ctx.dim, ctx.reach, ctx.length = dim, reach, local.shape[dim]
+        return _fetched(local.detach(), dim, reach)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Return.apply(grads[0], ctx.dim, ctx.reach, ctx.length), None, None  # type: ignore[no-untyped-call]
+
+
+class _Return(torch.autograd.Function):
+    """The transpose of a fetch."""
+
+    @staticmethod
+    def forward(ctx: Any, fetched: Tensor, dim: int, reach: Reach, length: int) -> Tensor:
+        ctx.dim, ctx.reach = dim, reach
+        return _returned(fetched.detach(), dim, reach, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
