@@ -1,8 +1,13 @@
 """The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and docs/coverage.json.
 
-An op is *native* where some operand stayed split or partial, *whole* where its rule wants every operand whole or its result's shape depends on data,
-*fallback* where no rule knows it; *right* where every outcome of every kind is plain torch's, or a refusal by the library in a layout that some other
-layout does not share; *refused* where no layout works.
+How an op *ran*: **native** where its rule kept an operand split or partial; **composite** where it is written with other global ops (torch's own Python
+body, or ours) and none of them made the largest operand whole; **own** where no data are needed (shapes, dtypes, functions without operands);
+**whole** where a rule wants every operand whole or the result's shape depends on data; **fallback** where no rule knows it: every operand is made whole,
+with a warning. The best of all samples and layouts counts.
+
+Verdicts: **right**, plain torch's numbers in every layout; **some**, right or refused with an error that says what to do, never wrong; **refused** in
+every layout; **wrong**, other numbers; **error**, an error that is not the library's. DTensor's beside it: the same samples in the layouts that do not
+mix (every operand split by its first dim; the first operand only; by the last dim) on two ranks; **some** where it raises in some of them, **fails** in all.
 """
 
 from __future__ import annotations
@@ -12,101 +17,169 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-RANKS = {"forward": 0, "backward": 1, "in-place": 2, "out": 3}
-RAN = ("native", "own", "whole", "fallback")
+GRIDS = ((2,), (4,), (2, 2))
+KINDS = ("forward", "backward", "in-place", "out")
+RAN = ("native", "composite", "own", "whole", "fallback")
+VERDICTS = ("right", "some", "refused", "error", "wrong")
+SECONDS = 240.0  # what one op may take
 
 Row = dict[str, Any]
 
 
-def measure(task: tuple[int, tuple[tuple[int, ...], ...], int, int]) -> Row:
+def measure(task: tuple[int, int, int]) -> Row:
     """One op's row of the report."""
     import torch
 
     torch.set_num_threads(1)
-    from support.opinfo import OPS, name_of, outcomes
+    from support.dtensor import outcomes_of_dtensor
+    from support.opinfo import OPS, dtype_of, name_of, outcomes
 
-    index, grids, samples, draws = task
-    found = list(outcomes(OPS[index], grids, samples, draws))
-    return {"op": name_of(OPS[index]), **summary([vars(o) for o in found])}
+    index, samples, draws = task
+    op, began = OPS[index], time.monotonic()
+    ours = [vars(o) for o in outcomes(op, GRIDS, samples, draws)]
+    theirs = [vars(o) for o in outcomes_of_dtensor(op, samples)]
+    row = {"op": name_of(op), "float": torch.float32 in op.dtypes, "dtype": str(dtype_of(op)).removeprefix("torch."), **summary(ours)}
+    peer = summary([{**o, "how": "refused" if o["how"] == "error" else o["how"]} for o in theirs])
+    row["dtensor"] = {"verdicts": peer["verdicts"], "uneven": peer["uneven"], "problems": peer["problems"][:1]}
+    return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def verdict(hows: Sequence[str]) -> str:
+    """What the outcomes of one kind amount to."""
+    n = Counter(hows)
+    return "wrong" if n["wrong"] else "error" if n["error"] else "right" if not n["refused"] else "some" if n["right"] else "refused"
 
 
 def summary(found: Sequence[dict[str, Any]]) -> Row:
-    """Outcomes -> {what: verdict}, how it ran, and the first thing that went wrong."""
+    """Outcomes -> {kind: verdict}, how it ran, the verdict on forward where parts are uneven, and what went wrong first."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for outcome in found:
         by_kind[outcome["what"]].append(outcome)
     verdicts, problems = {}, []
     for what, outcomes in by_kind.items():
-        hows = Counter(o["how"] for o in outcomes)
-        verdicts[what] = "wrong" if hows["wrong"] else "error" if hows["error"] else "right" if hows["right"] else "refused"
+        verdicts[what] = verdict([o["how"] for o in outcomes])
         if verdicts[what] != "right":
-            problems.append(next(f"{what} of {o['layouts']}: {o['why']}" for o in outcomes if o["how"] not in ("right",)))
+            problems.append(next(f"{what} of {o['layouts']} on {list(o['grid'])}: {o['why']}" for o in outcomes if o["how"] == _worst(outcomes)))
     ran = [o["ran"] for o in found if o["what"] == "forward" and o["ran"]]
-    return {"ran": next((kind for kind in RAN if kind in ran), "nothing"), "calls": len(found), "verdicts": verdicts, "problems": problems}
+    uneven = [o["how"] for o in found if o["what"] == "forward" and o["uneven"]]
+    return {
+        "ran": next((kind for kind in RAN if kind in ran), ""), "calls": len(found), "verdicts": verdicts,
+        "uneven": verdict(uneven) if uneven else "", "problems": problems,
+    }  # fmt: skip
+
+
+def _worst(outcomes: Sequence[dict[str, Any]]) -> str:
+    return next(h for h in ("wrong", "error", "refused") if any(o["how"] == h for o in outcomes))
+
+
+# ---------------------------------------------------------------------------------------------------------------- the page
 
 
 def report(rows: Sequence[Row]) -> str:
     """The page."""
-    text = ["# Coverage", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
-    calls = sum(r["calls"] for r in rows)
     measured = [r for r in rows if r["verdicts"]]
-    text += [f"{len(measured)} entries of torch's op database, {calls} calls compared with plain torch.", ""]
-    text += ["| | forward | backward | in-place | `out=` |", "|---|---|---|---|---|"]
-    for verdict in ("right", "refused", "error", "wrong"):
-        text.append(f"| {verdict} | " + " | ".join(str(sum(r["verdicts"].get(what) == verdict for r in rows)) for what in RANKS) + " |")
-    text += ["", "How they ran: " + ", ".join(f"{sum(r['ran'] == kind for r in measured)} {kind}" for kind in RAN) + ".", ""]
-    bad = [r for r in rows if r["problems"]]
-    text += ["## Not right", ""] + [f"- `{r['op']}`: {'; '.join(r['problems'])}" for r in bad] + [""]
-    for kind in ("fallback", "whole"):
-        text += [f"## Run {'on whole tensors, without a rule' if kind == 'fallback' else 'whole by rule'}", ""]
-        text += [", ".join(f"`{r['op']}`" for r in measured if r["ran"] == kind) or "none", ""]
-    return "\n".join(text)
+    floats = [r for r in measured if r["float"]]
+    text = ["# Coverage", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
+    text += [
+        f"{len(rows)} entries of torch's op database, {sum(r['float'] for r in rows)} of which take float32; {len(measured)} have samples for a CPU.",
+        f"{sum(r['calls'] for r in rows)} calls on 2, 4 and 2x2 simulated ranks were compared with plain torch.", "",
+    ]  # fmt: skip
+    text += ["| ran | all | float32 |", "|---|---|---|"]
+    text += [f"| {kind or 'not at all'} | {_count(measured, 'ran', kind)} | {_count(floats, 'ran', kind)} |" for kind in (*RAN, "")]
+    text += ["", "| verdict | " + " | ".join(f"{k}" for k in KINDS) + " | uneven | DTensor forward | backward | uneven |", "|---" * 9 + "|"]
+    for v in VERDICTS:
+        ours = [sum(r["verdicts"].get(k) == v for r in measured) for k in KINDS] + [_count(measured, "uneven", v)]
+        peers = [r["dtensor"] for r in measured]
+        theirs = [sum(p["verdicts"].get(k) == v for p in peers) for k in ("forward", "backward")] + [sum(p["uneven"] == v for p in peers)]
+        text.append(f"| {v} | " + " | ".join(map(str, [*ours, *theirs])) + " |")
+    text += ["", "## Refused, or wrong", ""]
+    text += [f"- `{r['op']}`: {'; '.join(r['problems'])}" for r in measured if {"refused", "error", "wrong"} & set(r["verdicts"].values())]
+    for kind, title in (("fallback", "Run on whole tensors, without a rule"), ("whole", "Run whole by rule")):
+        text += ["", f"## {title}", "", ", ".join(f"`{r['op']}`" for r in measured if r["ran"] == kind) or "none"]
+    text += ["", "## Every entry", "", "| op | ran | forward | backward | in-place | out | uneven | DTensor forward | backward | uneven |", "|---" * 10 + "|"]
+    for r in rows:
+        peer = r["dtensor"]
+        cells = [r["ran"] or "-", *(r["verdicts"].get(k, "") for k in KINDS), r["uneven"]]
+        cells += [{"refused": "fails"}.get(v, v) for v in (peer["verdicts"].get("forward", ""), peer["verdicts"].get("backward", ""), peer["uneven"])]
+        text.append(f"| `{r['op']}` | " + " | ".join(cells) + " |")
+    return "\n".join([*text, ""])
 
 
-def pooled(tasks: Iterable[Any], jobs: int, seconds: float) -> list[Row]:
-    """Each task in one of a few processes; one that hangs or dies is reported as such, and its process replaced."""
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+def _count(rows: Sequence[Row], key: str, value: str) -> int:
+    return sum(r[key] == value for r in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the run
+
+
+def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
+    """Each task in one of a few processes, as they get done. An op that kills its process, or takes too long, is reported as such."""
+    from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from concurrent.futures.process import BrokenProcessPool
 
-    context, rows, left = multiprocessing.get_context("spawn"), {}, list(tasks)
+    context, left = multiprocessing.get_context("spawn"), list(tasks)
     while left:
         with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            futures = {pool.submit(measure, task): task for task in left}
+            running: dict[Any, Any] = {}
             try:
-                for done in as_completed(futures, timeout=seconds):
-                    rows[futures[done][0]] = done.result()
-                    print(f"\r{len(rows)}", end="", file=sys.stderr, flush=True)
-                left = []
+                while left or running:
+                    while left and len(running) < jobs:  # no more than run at once, so that it is known who was running
+                        task = left.pop(0)
+                        running[pool.submit(measure, task)] = task
+                    done, _ = wait(running, timeout=SECONDS, return_when=FIRST_COMPLETED)
+                    if not done:
+                        raise BrokenProcessPool
+                    for future in done:
+                        yield running[future][0], future.result()
+                        del running[future]
             except BrokenProcessPool:
-                running = next(task for future, task in futures.items() if task[0] not in rows)
-                rows[running[0]] = {"op": f"number {running[0]}", "ran": "nothing", "calls": 0, "verdicts": {"forward": "error"}, "problems": ["it died"]}
-                left = [task for task in left if task[0] not in rows]
-    return [rows[i] for i in sorted(rows)]
+                for process in list((pool._processes or {}).values()):
+                    process.kill()
+                for task in running.values():
+                    died = {"verdicts": {}, "uneven": "", "problems": []}
+                    yield task[0], {
+                        "op": f"number {task[0]}", "float": True, "dtype": "", "ran": "", "calls": 0, "verdicts": {"forward": "error"}, "uneven": "",
+                        "problems": ["its process died, or took too long"], "dtensor": died,
+                    }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--samples", type=int, default=6, help="samples of each op at most")
-    parser.add_argument("--draws", type=int, default=3, help="drawn layouts of each sample, beside two fixed ones")
-    parser.add_argument("--only", default="", help="ops whose name holds this text")
+    parser.add_argument("--samples", type=int, default=4, help="samples of each op at most")
+    parser.add_argument("--draws", type=int, default=2, help="drawn layouts of each sample, beside up to three fixed ones")
+    parser.add_argument("--only", default="", help="ops whose name holds one of these texts (comma between); the others keep their rows")
+    parser.add_argument("--part", default="1/1", help="k/n: the k-th of n slices of the ops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder for coverage.md and coverage.json")
     options = parser.parse_args()
     from support.opinfo import OPS, name_of
 
-    grids = ((2,), (4,), (2, 2))
-    rows = pooled([(i, grids, options.samples, options.draws) for i, op in enumerate(OPS) if options.only in name_of(op)], options.jobs, 3600)
-    (options.out / "coverage.md").write_text(report(rows))
-    (options.out / "coverage.json").write_text(json.dumps(rows, indent=0))
-    wrong = [r for r in rows if set(r["verdicts"].values()) & {"wrong", "error"}]
-    print(f"\n{len(rows)} ops, {len(wrong)} with something wrong")
+    part, parts = map(int, options.part.split("/"))
+    texts = options.only.split(",")
+    names = [name_of(op) for op in OPS]
+    chosen = [i for i in range(part - 1, len(OPS), parts) if any(t in names[i] for t in texts)]
+    data, page = options.out / "coverage.json", options.out / "coverage.md"
+    every = options.only == "" and parts == 1
+    kept: dict[str, Row] = {} if every or not data.exists() else {r["op"]: r for r in json.loads(data.read_text())}
+    fresh: list[Row] = []
+    for i, row in pooled([(i, options.samples, options.draws) for i in chosen], options.jobs):
+        kept[names[i]] = {**row, "op": names[i]}
+        fresh.append(kept[names[i]])
+        bad = {"error", "wrong"} & set(row["verdicts"].values())
+        print(f"{len(fresh)}/{len(chosen)} {names[i]} {row['ran']} {row['verdicts']}", *(row["problems"] if bad else []), flush=True)
+    rows = [kept[n] for n in names if n in kept]
+    data.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+    page.write_text(report(rows))
+    wrong = [r["op"] for r in fresh if {"error", "wrong"} & set(r["verdicts"].values())]
+    print(f"{len(fresh)} ops, {len(wrong)} with something wrong: {' '.join(wrong)}")
     return 1 if wrong else 0
 
 

@@ -1,10 +1,11 @@
 """Torch's own database of ops and sample inputs, run on global tensors: each sample in several layouts, forward, backward, in-place and ``out=``,
-on simulated ranks, beside plain torch. What comes out is data (`Outcome`); `tests/opinfo.py` makes the report of it, `test_opinfo.py` a quick gate.
+on simulated ranks, beside plain torch. What comes out is data (`Outcome`): `coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +16,24 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import globaltensor as flow
-from globaltensor import dispatch
+from globaltensor import creation, dispatch
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError
-from globaltensor.plans import Boxed, Whole, replaced
+from globaltensor.plans import Boxed, Through, Whole, replaced
 from globaltensor.rules import RULES
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.spec import Spec
+from globaltensor.wrapper import GlobalTensor
 
 from .everywhere import full
 from .oracle import swapped, tensors_in
 
-__all__ = ["OPS", "Outcome", "name_of", "outcomes", "samples_of"]
+__all__ = ["OPS", "Call", "Outcome", "calls_of", "dtype_of", "first_line", "fixed_layouts", "name_of", "outcomes", "shown"]
 
-OPS = [op for op in op_db if torch.float32 in op.dtypes]
-#: Two signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype can be compared.
+Layouts = list[list[Sbp]]
+
+OPS = list(op_db)
+#: Signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype can be compared.
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "empty", "rrelu", "fractional", "uniform", "exponential", "geometric", "cauchy")
 _DRAWS_IF_ASKED = ("multi_head_attention_forward", "scaled_dot_product_attention")
 TIMEOUT = 30.0
@@ -38,7 +43,8 @@ TIMEOUT = 30.0
 class Outcome:
     """How one call went. ``what``: forward, backward, in-place, out. ``how``: right, wrong, refused (an error of the library's own), error.
 
-    ``ran``: native (some operand stayed split or partial), whole (a rule that wants every operand whole), fallback (no rule), own (no rule needed).
+    ``ran``: native (its rule kept some operand split or partial), composite (written with global ops, none of which made the largest operand whole),
+    whole (an operand was made whole), fallback (no rule), own (no rule needed). ``uneven``: some split was not into equal parts.
     """
 
     op: str
@@ -47,27 +53,49 @@ class Outcome:
     layouts: str
     what: str
     how: str
-    ran: str
+    ran: str = ""
     why: str = ""
+    uneven: bool = False
 
 
 def name_of(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-def samples_of(op: Any, most: int) -> list[Any]:
-    """The samples of an op in float64 where it has that, else float32: the first, and others spread over the rest."""
-    dtype = torch.float64 if torch.float64 in op.dtypes else torch.float32
+def dtype_of(op: Any) -> torch.dtype | None:
+    """The dtype its samples are made in; None where it has none on a CPU."""
+    return next((d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.int32) if d in op.dtypes), None)
+
+
+def _samples(op: Any, most: int) -> list[Any]:
+    """The first sample, the first of those with the most dims, and others spread over the rest."""
+    dtype = dtype_of(op)
+    if dtype is None:
+        return []
     torch.manual_seed(0)
-    every = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=bool(op.supports_autograd)), 400))
-    step = max(1, -(-len(every) // most))
-    return every[::step][:most]
+    every = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=bool(op.supports_autograd) and dtype.is_floating_point), 400))
+
+    def dims(sample: Any) -> tuple[int, bool]:
+        first = next(iter(tensors_in([sample.input, sample.args])), torch.empty(0))
+        return (first.ndim if first.numel() > 1 else 0), first.numel() < 4096
+
+    best = max(range(len(every)), key=lambda i: (dims(every[i]), -i), default=0)
+    step = max(1, -(-len(every) // max(1, most - 1)))
+    return [every[i] for i in dict.fromkeys([0, best, *range(step, len(every), step)]) if i < len(every)][:most]
 
 
-def _layouts(tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: random.Random) -> Iterator[list[list[Sbp]]]:
-    """First the batch split, then the last dim, then drawn ones, partial sums among them."""
-    for d in (0, -1):
-        yield [[split(d % t.ndim) if t.ndim else broadcast] * axes for t in tensors]
+def fixed_layouts(tensors: Sequence[torch.Tensor], axes: int) -> Iterator[Layouts]:
+    """The batch of every operand split; of the first only; the last dim of all."""
+    seen: list[Layouts] = []
+    for dims in ([0] * len(tensors), [0, *[None] * (len(tensors) - 1)], [-1] * len(tensors)):
+        found = [[split(d % t.ndim) if t.ndim and d is not None else broadcast] * axes for t, d in zip(tensors, dims, strict=False)]
+        if found not in seen:
+            seen.append(found)
+            yield found
+
+
+def _drawn_layouts(tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: random.Random) -> Iterator[Layouts]:
+    """Layouts as chance has it, partial sums among them."""
     for _ in range(draws):
         found = []
         for t in tensors:
@@ -76,125 +104,162 @@ def _layouts(tensors: Sequence[torch.Tensor], axes: int, draws: int, choose: ran
         yield found
 
 
-def outcomes(op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int) -> Iterator[Outcome]:
-    """Every outcome of an op, in order."""
+def shown(tensors: Sequence[torch.Tensor], layouts: Layouts) -> str:
+    return ", ".join(f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layouts, strict=True))
+
+
+def calls_of(op: Any, samples: int) -> Iterator[tuple[int, Call, Any]]:
+    """(number of the sample, the call, plain torch's result and gradients) in each spelling of the op: forward, in-place, out."""
     kinds: list[tuple[str, Callable[..., Any]]] = [("forward", op.op)]
     if op.get_inplace() is not None:
         kinds.append(("in-place", op.get_inplace()))
     if op.supports_out:
         kinds.append(("out", op.op))
-    for number, sample in enumerate(samples_of(op, samples)):
+    for number, sample in enumerate(_samples(op, samples)):
         ins = [sample.input, *sample.args]
         tensors = tensors_in([ins, sample.kwargs])
         if any(t.layout is not torch.strided for t in tensors):
             continue
-        drawn = any(part in op.name for part in _RANDOM) or op.name.endswith(_DRAWS_IF_ASKED)
         for what, function in kinds:
             if what == "in-place" and sample.broadcasts_input:
                 continue
-            call = _Call(op, function, ins, sample.kwargs, tensors, what, drawn)
+            call = Call(op, function, ins, sample.kwargs, tensors, what)
             want = call.plain()
-            if want is None:
-                continue
-            for grid in grids:
-                choose = random.Random(f"{op.name} {number} {grid}")
-                for layouts in _layouts(tensors, len(grid), draws, choose):
-                    shown = ", ".join(f"{list(t.shape)} {' '.join(e.short for e in s)}" for t, s in zip(tensors, layouts, strict=True))
-                    for part, how, ran, why in call.on(grid, layouts, want):
-                        yield Outcome(name_of(op), number, grid, shown, part, how, ran, why)
+            if want is not None:
+                yield number, call, want
 
 
-class _Call:
+def outcomes(op: Any, grids: Sequence[tuple[int, ...]], samples: int, draws: int) -> Iterator[Outcome]:
+    """Every outcome of an op, in order. In-place and ``out=``, which share the rule, are tried in two layouts of each sample and grid."""
+    for number, call, want in calls_of(op, samples):
+        for grid in grids:
+            choose = random.Random(f"{op.name} {number} {grid}")
+            drawn = list(_drawn_layouts(call.tensors, len(grid), draws, choose))
+            fixed = list(fixed_layouts(call.tensors, len(grid)))
+            if not call.tensors:
+                fixed, drawn = _placed_layouts(want[0], len(grid)), []
+            for layouts in [*fixed, *drawn] if call.what == "forward" else [*fixed[:1], *drawn[:1]]:
+                uneven = any(t.shape[e.dim] % math.prod(grid) for t, s in zip(call.tensors, layouts, strict=False) for e in s if e.is_split)
+                for what, how, ran, why in call.on(grid, layouts, want):
+                    text = shown(call.tensors, layouts) if call.tensors else str(layouts)
+                    yield Outcome(name_of(op), number, grid, text, what, how, ran, why, uneven)
+
+
+def _placed_layouts(want: Any, axes: int) -> list[Layouts]:
+    """Where a function without operands is asked to make its result."""
+    return [[[split(0) if isinstance(want, torch.Tensor) and want.ndim else broadcast] * axes]]
+
+
+class Call:
     """One sample of one op in one of its spellings."""
 
-    def __init__(self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str, drawn: bool) -> None:
-        self.op, self.function, self.ins, self.kwargs, self.tensors, self.what, self.drawn = op, function, ins, kwargs, tensors, what, drawn
+    def __init__(self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str) -> None:
+        self.op, self.function, self.ins, self.kwargs, self.tensors, self.what = op, function, ins, kwargs, tensors, what
+        self.drawn = any(part in op.name for part in _RANDOM) or op.name.endswith(_DRAWS_IF_ASKED)
 
-    def _run(self, tensors: Sequence[torch.Tensor], out: Any = None) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], out: Any = None) -> Any:
+        """The call with these operands."""
         these = iter(tensors)
         ins = swapped(self.ins, these)
         more = {} if out is None else {"out": out}
         return self.function(*ins, **swapped(self.kwargs, these), **more)
 
-    def _leaves(self) -> list[bool]:
+    def leaves(self) -> list[bool]:
+        """Which operands get a gradient."""
         return [self.what == "forward" and t.requires_grad and (t.is_floating_point() or t.is_complex()) for t in self.tensors]
 
     def plain(self) -> tuple[Any, list[Any]] | None:
         """(result, gradients) of plain torch; None where it refuses the sample itself."""
-        tensors = [t.detach().clone().requires_grad_(g) for t, g in zip(self.tensors, self._leaves(), strict=True)]
+        tensors = [t.detach().clone().requires_grad_(g) for t, g in zip(self.tensors, self.leaves(), strict=True)]
         try:
             torch.manual_seed(0)
             out = self._blank() if self.what == "out" else None
-            result = self._run(tensors, out)
+            result = self.run(tensors, out)
             result = result if out is None else out
-            grads = [t.grad for t in tensors] if self._back(result) else []
+            grads = [t.grad for t in tensors] if self.back(result) else []
         except Exception:
             return None
         return result, grads
 
     def _blank(self) -> Any:
         with torch.no_grad():
-            return replaced(shape := self._run([t.detach().clone() for t in self.tensors]), iter([torch.zeros_like(t) for t in tensors_in([shape])]))
+            return replaced(shape := self.run([t.detach().clone() for t in self.tensors]), iter([torch.zeros_like(t) for t in tensors_in([shape])]))
 
-    def _back(self, result: Any) -> bool:
+    def back(self, result: Any) -> bool:
+        """Backward from a weighted sum of all results; False where none has a gradient."""
         outs = [o for o in tensors_in([result]) if o.requires_grad]
-        if self.drawn or not outs or not any(self._leaves()):
+        if self.drawn or not outs or not any(self.leaves()):
             return False
         total: Any = 0
         for i, o in enumerate(outs):
             o = torch.real(o) + 2 * torch.imag(o) if o.is_complex() else o
-            weight = torch.linspace(0.5, 1.5 + i, max(o.numel(), 1), dtype=o.dtype)[: o.numel()].reshape(o.shape)
-            total = total + (o * weight).sum()
+            total = total + (o * self.weight(i, o)).sum()
         total.backward()
         return True
 
+    @staticmethod
+    def weight(i: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(0.5, 1.5 + i, max(like.numel(), 1), dtype=like.dtype)[: like.numel()].reshape(like.shape)
+
     def on(self, grid: tuple[int, ...], layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
         """[(what, how, ran, why)]: forward and backward."""
-        n = 1
-        for size in grid:
-            n *= size
+        n = math.prod(grid)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                each = simulate(n, self._on_rank, grid, layouts, want, timeout=TIMEOUT)
+                each = simulate(n, self._on_rank if self.tensors else self._made, grid, layouts, want, timeout=TIMEOUT)
         except GlobalTensorError as error:
-            return [(self.what, "refused", "", _first_line(error))]
+            return [(self.what, "refused", "", first_line(error))]
         except Exception as error:
-            return [(self.what, "error", "", _first_line(error))]
-        worst = [max(results, key=lambda r: ("right", "wrong").index(r[1])) for results in zip(*each, strict=True)]
-        return list(worst)
+            return [(self.what, "error", "", first_line(error))]
+        return [max(results, key=lambda r: ("right", "wrong").index(r[1])) for results in zip(*each, strict=True)]
+
+    def _made(self, grid: Any, layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
+        """A function without operands, asked to make its result on a placement."""
+        make = getattr(flow, self.op.name, None) if self.op.name in creation.__all__ else None
+        torch.manual_seed(0)
+        if make is None or self.what != "forward":
+            why = self.differs(self.run([]), want[0])
+            return [(self.what, "wrong" if why else "right", "own", why)]
+        placed = {k: v for k, v in self.kwargs.items() if k not in ("device", "layout", "requires_grad")}
+        result = make(*self.ins, **placed, placement=_placement(grid), sbp=layouts[0])
+        why = self.differs(result, want[0])
+        return [(self.what, "wrong" if why else "right", "native" if result.is_global else "own", why)]
 
     def _on_rank(self, grid: Any, layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
-        placement = flow.placement("cpu", torch.arange(torch.Size(grid).numel()).reshape(grid).tolist())
+        placement = _placement(grid)
         whole = [broadcast] * len(grid)
 
         def spread(t: torch.Tensor, sbp: Any) -> Any:
-            return t.detach().clone().to_global(placement=placement, sbp=whole, check_meta=False).to_global(sbp=sbp).detach().clone()
+            spec = Spec.make(t.shape, t.dtype, placement, whole)
+            return GlobalTensor.wrap(t.detach().clone(), spec).to_global(sbp=sbp).detach().clone()
 
-        ours = [spread(t, s).requires_grad_(g) for t, s, g in zip(self.tensors, layouts, self._leaves(), strict=True)]
+        ours = [spread(t, s).requires_grad_(g) for t, s, g in zip(self.tensors, layouts, self.leaves(), strict=True)]
         dispatch._cache.plans.clear()
         torch.manual_seed(0)
         out = None
         if self.what == "out":
             out = replaced(want[0], iter([spread(torch.zeros_like(t), [split(0) if t.ndim else broadcast] * len(grid)) for t in tensors_in([want[0]])]))
-        result = self._run(ours, out)
+        result = self.run(ours, out)
         result = result if out is None else out
-        ran = _how_it_ran()
-        why = self._differs(result, want[0])
+        ran = _how_it_ran(max(t.numel() for t in self.tensors)) if any(e is not broadcast for s in layouts for e in s) else ""
+        if ran == "own" and any(t.is_global and not all(e.is_broadcast for e in t._spec.layout) for t in tensors_in([result])):
+            ran = "native"  # by a handler, which needs no plan
+        why = self.differs(result, want[0])
         found = [(self.what, "wrong" if why else "right", ran, why)]
-        if want[1] and self._back(result):
-            why = next((f"gradient {i}: {w}" for i, (t, g) in enumerate(zip(ours, want[1], strict=True)) if (w := self._differs_grad(t, g))), "")
+        if want[1] and self.back(result):
+            why = next((f"gradient {i}: {w}" for i, (t, g) in enumerate(zip(ours, want[1], strict=True)) if (w := self.differs_grad(t, g))), "")
             found.append(("backward", "wrong" if why else "right", ran, why))
         return found
 
-    def _differs_grad(self, t: Any, want: Any) -> str:
+    def differs_grad(self, t: Any, want: Any) -> str:
         if want is None or t.grad is None:
             zero = want is None or not want.any()
             return "" if zero or t.grad is not None else "missing"
-        return self._differs(t.grad, want)
+        return self.differs(t.grad, want)
 
-    def _differs(self, got: Any, want: Any) -> str:
-        """"" where they agree."""
+    def differs(self, got: Any, want: Any, gathered: Callable[[Any], torch.Tensor] | None = None) -> str:
+        """"" where they agree. ``gathered``: brings a distributed tensor together."""
         got_tensors, wanted = tensors_in([got]), tensors_in([want])
         if len(got_tensors) != len(wanted):
             return f"{len(got_tensors)} tensors, not {len(wanted)}"
@@ -205,22 +270,34 @@ class _Call:
                 return f"{g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}"
             if self.drawn:
                 continue
-            value = full(g) if g.is_global else g.detach()
+            value = gathered(g) if gathered is not None else full(g) if g.is_global else g.detach()
             exact = 1e-4 if w.dtype in (torch.float32, torch.complex64) else 1e-7
             if w.layout is torch.strided and not torch.allclose(value, w.detach(), rtol=exact, atol=exact * 0.1, equal_nan=True):
                 return f"values differ by {(value - w).abs().max().item() if w.dtype != torch.bool else 1:.3g}"
         return ""
 
 
-def _how_it_ran() -> str:
+def _placement(grid: Sequence[int]) -> Any:
+    return flow.placement("cpu", torch.arange(math.prod(grid)).reshape(tuple(grid)).tolist())
+
+
+def _how_it_ran(largest: int) -> str:
+    """What the plans made for one call tell; ``largest``: elements of its largest operand."""
     plans = dispatch._cache.plans
     if any(isinstance(p, Whole) and key[0] not in RULES for key, p in plans.items()):
         return "fallback"
     boxed = [p for p in plans.values() if isinstance(p, Boxed)]
-    if any(not e.is_broadcast for p in boxed for s in p.dst for e in s.layout):
-        return "native"
+    through = any(isinstance(p, Through) for p in plans.values())
+    gathered = any(isinstance(p, Whole) for p in plans.values()) or any(
+        r is not None and 2 * r.src.numel > largest and not any(e.is_broadcast for e in r.src.layout) and all(e.is_broadcast for e in r.dst.layout)
+        for p in boxed
+        for r in p.routes
+    )
+    kept = any(not e.is_broadcast for p in boxed for s in p.dst for e in s.layout)
+    if kept and not (through and gathered):
+        return "composite" if through else "native"
     return "whole" if boxed or any(isinstance(p, Whole) for p in plans.values()) else "own"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
