@@ -20,6 +20,7 @@ from .local_map import local_map
 from .parallelize import parallelize
 from .placement import Placement, placement
 from .reducer import no_sync, reduce_dtype
+from .rules.attention import attention
 from .show import show
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local

@@ -1,4 +1,4 @@
-"""Normalisation, attention, dropout and recurrent layers."""
+"""Normalisation, dropout and recurrent layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .extremum import settled
-from .notation import Arg, Dims, Factor, Op, Split, align
+from .notation import Arg, Dims, Factor, Op, Split
 from .parts import dims_of, reduced, register, split_in, unless_empty
 from .registry import rule
 
@@ -196,50 +196,6 @@ def _local_response_norm(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
     reduced(op, input, (1,), True, None)
     op.out = [op.dims[input.index]]
     op.local = unless_empty(op, F.local_response_norm)
-
-
-# ---------------------------------------------------------------------------------------------------------------- attention
-
-
-@rule("scaled_dot_product_attention")
-def _attention(
-    op: Op, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> None:  # fmt: skip
-    shapes = [a.shape[:-2] for a in (query, key, value)]
-    groups = shapes[0][-1] // max(1, shapes[1][-1]) if enable_gqa and query.ndim > 2 else 1
-    if enable_gqa and groups > 1 and shapes[1][-1] == shapes[2][-1]:
-        # Heads of keys are the factor; each stands for a group of heads of queries.
-        named, lead = align([s[:-1] for s in shapes])
-        named, lead = [(*n, "h") for n in named], (*lead, "h")
-        op.scale = {(query.index, query.ndim - 3): groups, (~0, query.ndim - 3): groups}
-    else:
-        named, lead = align(shapes)
-    op.set(query, (*named[0], "l", None))
-    op.set(key, (*named[1], None, None))
-    op.set(value, (*named[2], None, "v"))
-    op.out = [(*lead, "l", "v")]
-    if is_causal:
-        op.whole = {"l"}  # a row's mask depends on its place
-    if attn_mask is not None:
-        _mask(op, attn_mask, query, lead)
-    op.random = dropout_p > 0
-    if not op.random:
-        op.linear = [frozenset([value.index])]
-    op.local = unless_empty(op, F.scaled_dot_product_attention)
-
-
-def _mask(op: Op, mask: Arg, query: Arg, lead: Dims) -> None:
-    full = (*lead, "l", None)
-    sizes = (*op.args[query.index].shape[:-1], 0)
-    dims = []
-    for k in range(mask.ndim, 0, -1):
-        name = full[len(full) - k] if k <= len(full) else None
-        fits = k <= len(sizes) and mask.shape[mask.ndim - k] == sizes[len(sizes) - k]
-        if name == "h" and op.scale.get((query.index, query.ndim - 3), 1) > 1 and fits:
-            op.scale[mask.index, mask.ndim - k] = op.scale[query.index, query.ndim - 3]
-        dims.append(name if fits else None)
-    op.set(mask, dims)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dropout, activations

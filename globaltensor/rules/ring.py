@@ -1,0 +1,357 @@
+"""Attention of the rows a rank has to keys that lie on several ranks, exact, and never holding all of them. On local tensors, differentiable.
+
+The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers"), and each
+block's result is merged by its log-sum-exp (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the result and the
+log-sum-exp of each row alone; the backward sends the blocks round again, their gradients with them, and these home from the last rank that adds to them.
+
+Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have unequal work: the last does the most. Rows and keys
+may then be dealt out in pairs first, chunk i with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of chunks), after
+which every rank does the same work in every round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..distributed.comm import Comm, as_bytes, flatten
+from ..distributed.world import world
+from ..spec import pieces
+from .parts import zeros_connected
+from .scores import HALF, Rows, Stretch, block, block_backward, cut, key_slice, merge, sees, shared, tasks, wide
+
+__all__ = ["Way", "attend", "paired"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the rows and keys of an attention lie, seen by one rank.
+
+    ``ring``: the ranks round which keys go, in the order of their keys. ``merged``: the ranks that have the same rows and other keys. ``rows``, ``keys``:
+    what each rank of the ring holds. ``dealt``: the same after dealing in pairs; None where nothing is dealt. ``holders``: (rank, keys) of every rank of
+    the ring or merged, in the order of their keys.
+    """
+
+    ring: tuple[int, ...]
+    merged: tuple[int, ...]
+    rows: tuple[Stretch, ...]
+    keys: tuple[Stretch, ...]
+    holders: tuple[tuple[int, Stretch], ...]
+    causal: bool
+    scale: float
+    dealt: tuple[tuple[Rows, ...], tuple[Rows, ...]] | None = None
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
+        """(rows, keys) of each rank of the ring, as they are worked on."""
+        return self.dealt or (tuple((r,) for r in self.rows), tuple((k,) for k in self.keys))
+
+    @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """How far along the ring each rank's block of keys goes: to the last rank with a row that sees some of it."""
+        rows, keys = self.turns
+        p = len(self.ring)
+        seen = [[any(sees(r, k, self.causal) for r in rows[(j + t) % p] for k in keys[j]) for t in range(p)] for j in range(p)]
+        return tuple(max((t for t in range(p) if s[t]), default=0) for s in seen)
+
+
+def paired(n: int, parts: int) -> tuple[Rows, ...]:
+    """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p with chunk 2p-1-i.
+
+    >>> paired(8, 2)
+    (((0, 2), (6, 2)), ((2, 2), (4, 2)))
+    """
+    chunks = pieces(n, 2 * parts)
+    return tuple((chunks[i], chunks[2 * parts - 1 - i]) for i in range(parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------- what travels
+
+
+def _dealt(t: Tensor, ranks: tuple[int, ...], before: Sequence[Rows], after: Sequence[Rows]) -> Tensor:
+    """Rows [..., n, e] from ranks that hold ``before`` to ranks that hold ``after``. No gradient."""
+    comm = world().comm(ranks)
+    me, shape = comm.index, t.shape
+    out = t.new_empty(*shape[:-2], sum(n for _, n in after[me]), shape[-1])
+    sends = {i: torch.cat([t[..., s, :] for s, _ in common], -2) for i in range(len(ranks)) if (common := _common(before[me], after[i]))}
+    takes = {i: common for i in range(len(ranks)) if (common := _common(after[me], before[i]))}
+    each = math.prod(shape[:-2]) * shape[-1]
+    found = comm.exchange(sends, {i: each * sum(s.stop - s.start for s, _ in common) for i, common in takes.items()}, t)
+    for i, common in takes.items():
+        parts = found[i].view(*shape[:-2], -1, shape[-1]) if each else t.new_empty(*shape[:-2], sum(s.stop - s.start for s, _ in common), shape[-1])
+        at = 0
+        # The sender goes through its own stretches in order, so the parts come in the order of theirs.
+        for s, _ in sorted(common, key=lambda pair: pair[1].start):
+            out[..., s, :] = parts[..., at : at + s.stop - s.start, :]
+            at += s.stop - s.start
+    return out
+
+
+def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
+    """The rows that both have -> where they lie in the one and in the other."""
+    found, at = [], 0
+    for a, n in mine:
+        there = 0
+        for b, m in theirs:
+            low, high = max(a, b), min(a + n, b + m)
+            if low < high:
+                found.append((slice(at + low - a, at + high - a), slice(there + low - b, there + high - b)))
+            there += m
+        at += n
+    return found
+
+
+class _Round:
+    """The rounds of a ring as one of its ranks goes through them: which block it has, whether it gets another, and what it passes on."""
+
+    def __init__(self, way: Way, k: Tensor, v: Tensor) -> None:
+        self.comm: Comm = world().comm(way.ring)
+        self.me, self.p, self.hops = self.comm.index, len(way.ring), way.hops
+        self.keys = way.turns[1]
+        self.shapes = [(*k.shape[:-2], -1, k.shape[-1]), (*v.shape[:-2], -1, v.shape[-1])]
+        self.each = [math.prod(k.shape[:-2]) * k.shape[-1], math.prod(v.shape[:-2]) * v.shape[-1]]
+        self.count = max(way.hops) + 1
+
+    def block(self, t: int) -> int:
+        """Whose keys come to this rank in round ``t``."""
+        return (self.me - t) % self.p
+
+    def has(self, t: int) -> bool:
+        return t <= self.hops[self.block(t)]
+
+    def sizes(self, j: int) -> list[int]:
+        """Elements of rank j's keys and of its values."""
+        n = sum(length for _, length in self.keys[j])
+        return [each * n for each in self.each]
+
+    def opened(self, flat: Tensor, j: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of rank j's block."""
+        n = sum(length for _, length in self.keys[j])
+        k, v = flat.split_with_sizes(self.sizes(j))
+        return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(*self.shapes[1][:-2], n, self.shapes[1][-1])
+
+    def passed(self, t: int, flat: Tensor | None, like: Tensor) -> Tensor | None:
+        """Pass the block of round ``t`` on -> that of the next round, or None."""
+        j, then = self.block(t), self.block(t + 1)
+        sends = {(self.me + 1) % self.p: flat} if flat is not None and t + 1 <= self.hops[j] else {}
+        takes = {(self.me - 1) % self.p: sum(self.sizes(then))} if self.has(t + 1) else {}
+        return next(iter(self.comm.exchange(sends, takes, like).values()), None)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([flatten(k), flatten(v)])
+
+
+# ---------------------------------------------------------------------------------------------------------------- forward and backward
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Tensor:
+    """softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys: [..., l, e], [..., s, e], [..., s, f] -> [..., l, f].
+
+    Leading dims broadcast. ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1]. Every rank of ``way.ring`` and ``way.merged`` must call it.
+    A row that sees no key is zero, as in torch. The gradients of k and v are those of the own keys, by all ranks of the ring; those of q and the mask are
+    of the own rows, by the ring's keys: along ``merged`` they are shares. Differentiable any number of times (then the keys are gathered).
+    """
+    if not (q.requires_grad or k.requires_grad or v.requires_grad or (mask is not None and mask.requires_grad)) or not torch.is_grad_enabled():
+        with _uncast(q):
+            return _forward(q, k, v, mask, way)[0]
+    return _Attend.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor, Tensor]:
+    """(result, the same as it is worked on, log-sum-exp)."""
+    dtype, lead = q.dtype, shared(q, k, v)
+    rows, keys = way.turns
+    if way.dealt:
+        q, k, v = _deal(q, way, 0), _deal(k, way, 1), _deal(v, way, 1)
+    ring = _Round(way, k, v)
+    kind = torch.float32 if dtype in HALF else dtype
+    out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=kind)
+    total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=kind)
+    flat = _packed(k, v) if ring.count > 1 else None
+    for t in range(ring.count):
+        if ring.has(t):
+            if t:
+                assert flat is not None
+                k, v = ring.opened(flat, ring.block(t))
+            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[ring.block(t)], way.causal):
+                merge(out[..., r, :], total[..., r, :], *block(q[..., r, :], k[..., c, :], v[..., c, :], part, square, way.scale))
+        if t + 1 < ring.count:
+            flat = ring.passed(t, flat, q)
+    if len(way.merged) > 1:
+        out, total = _merged(out, total, way.merged)
+    done = out.to(dtype)
+    return (_deal(done, way, 0, back=True) if way.dealt else done), done, total
+
+
+def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The result of the keys of all ``ranks``, on each of them."""
+    comm = world().comm(ranks)
+    top = comm.all_reduce(total, "max")
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weight = (total - top).exp()
+    sums = comm.all_reduce(torch.cat([out * weight, weight], -1))
+    weight = sums[..., -1:]
+    return sums[..., :-1] / weight.masked_fill(weight == 0, 1.0), weight.log() + top
+
+
+def _deal(t: Tensor, way: Way, which: int, back: bool = False) -> Tensor:
+    held = tuple((s,) for s in (way.keys if which else way.rows))
+    assert way.dealt is not None
+    return _dealt(t, way.ring, way.dealt[which], held) if back else _dealt(t, way.ring, held, way.dealt[which])
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Tensor:
+        with _uncast(q):
+            out, done, total = _forward(q, k, v, mask, way)
+        ctx.way = way
+        ctx.save_for_backward(q, k, v, mask, done, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, mask, done, total = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:4]
+        with _uncast(q):
+            if torch.is_grad_enabled():
+                return (*_differentiably(grads[0], q, k, v, mask, ctx.way, needed), None)
+            return (*_backward(grads[0], q, k, v, mask, done, total, ctx.way, needed), None)
+
+
+def _uncast(q: Tensor) -> Any:
+    return torch.autocast(q.device.type, enabled=False)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, way: Way, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    rows, keys = way.turns
+    grad = (grad.clone() if _torch.is_zero_tensor(grad) else grad).contiguous()
+    if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
+        grad = world().comm(way.merged).all_reduce(grad)
+    if way.dealt:
+        grad, q, k, v = _deal(grad, way, 0), _deal(q, way, 0), _deal(k, way, 1), _deal(v, way, 1)
+    ring = _Round(way, k, v)
+    dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
+    flat = _packed(k, v) if ring.count > 1 else None
+    own: Tensor | None = None  # the gradient of the own keys and values, back from the round
+    for t in range(ring.count):
+        if t == 0:
+            sums = q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype)
+        if ring.has(t):
+            if t:
+                k, v = ring.opened(flat, ring.block(t))  # type: ignore[arg-type]
+            dk, dv = ring.opened(sums, ring.block(t))
+            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[ring.block(t)], way.causal):
+                some = grad[..., r, :], q[..., r, :], k[..., c, :], v[..., c, :], part, out[..., r, :], total[..., r, :]
+                found = block_backward(*some, square, way.scale, slopes is not None)
+                dq[..., r, :].add_(found[0])
+                dk[..., c, :].add_(found[1])
+                dv[..., c, :].add_(found[2])
+                if slopes is not None and part is not None:
+                    at = key_slice(keys[ring.block(t)], c)
+                    cut(slopes, r, at).add_(found[3])
+        flat, sums, home = _handed_on(ring, t, flat, sums, q)
+        own = home if home is not None else own
+    assert own is not None
+    dk, dv = ring.opened(own, ring.me)
+    if way.dealt:
+        dq, dk, dv = _deal(dq, way, 0, back=True), _deal(dk, way, 1, back=True), _deal(dv, way, 1, back=True)
+    found = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None if slopes is None or mask is None else slopes.to(mask.dtype)
+    return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
+
+
+def _handed_on(ring: _Round, t: int, flat: Tensor | None, sums: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """After round ``t`` of the backward: the block goes on with its gradients, or these go home -> (block, gradients, own gradients if they came).
+
+    Gradients come first in a message: they are of the wider type, so that both parts are aligned.
+    """
+    me, p, j, then = ring.me, ring.p, ring.block(t), ring.block(t + 1)
+    last = ring.hops[me]
+    home = sums if t == 0 and last == 0 else None  # nobody else sees the own keys
+    sends: dict[int, Tensor] = {}
+    takes: dict[int, int] = {}
+    width = sums.itemsize
+    if ring.has(t) and t + 1 <= ring.hops[j]:
+        assert flat is not None
+        sends[(me + 1) % p] = torch.cat([as_bytes(sums), as_bytes(flat)])
+    elif ring.has(t) and t:
+        sends[j] = as_bytes(sums)
+    if t + 1 < ring.count and ring.has(t + 1):
+        takes[(me - 1) % p] = sum(ring.sizes(then)) * (width + like.itemsize)
+    if t and t == last:
+        takes[(me + t) % p] = sum(ring.sizes(me)) * width
+    if ring.count == 1:
+        return None, sums, home
+    found = ring.comm.exchange(sends, takes, torch.empty(0, dtype=torch.uint8, device=like.device))
+    if t and t == last:
+        home = found[(me + t) % p].view(sums.dtype)
+    if t + 1 < ring.count and ring.has(t + 1):
+        n = sum(ring.sizes(then)) * width
+        both = found[(me - 1) % p]
+        return both[n:].view(like.dtype), both[:n].view(sums.dtype), home
+    return None, sums, home
+
+
+# ---------------------------------------------------------------------------------------------------------------- differentiated again
+
+
+def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients by ordinary operations on all keys, so that they have gradients themselves (create_graph). The keys are gathered for it."""
+    ranks, held = zip(*way.holders, strict=True)
+    lengths = tuple(n for _, n in held)
+    with torch.enable_grad():
+        keys, values = (_Gathered.apply(t, ranks, lengths) if len(ranks) > 1 else t for t in (k, v))  # type: ignore[no-untyped-call]
+        start = way.rows[way.ring.index(world().rank)][0]
+        rows_, keys, values = (wide(t) for t in (q, keys, values))
+        scores = rows_ * way.scale @ keys.transpose(-1, -2)
+        if way.causal:
+            rows = torch.arange(start, start + q.shape[-2], device=q.device)
+            hidden = torch.arange(scores.shape[-1], device=q.device) > rows[:, None]
+            scores = scores.masked_fill(hidden, -math.inf)
+        if mask is not None:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype is torch.bool else scores + mask
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        out = (scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ values).to(q.dtype)
+        wanted = [t for t, need in zip((q, k, v, mask), needed, strict=True) if need]
+        # No element of a rank may be in the graph, but its gradients must be: the others' way round goes through here.
+        out = out + zeros_connected((), out.dtype, [q, k, v] if mask is None else [q, k, v, mask])
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if need else None for need in needed]
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's rows [..., n, e], one after the other. Its backward is `_Scattered`, whose backward it is."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.lengths = ranks, lengths
+        lead, e = t.shape[:-2], t.shape[-1]
+        parts = world().comm(ranks).all_gather(t, [math.prod(lead) * n * e for n in lengths])
+        return torch.cat([part.view(*lead, n, e) for part, n in zip(parts, lengths, strict=True)], -2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Scattered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
+
+
+class _Scattered(torch.autograd.Function):
+    """The sum over the ranks of each one's own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.lengths = ranks, lengths
+        return world().comm(ranks).reduce_scatter(t.split_with_sizes(list(lengths), -2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Gathered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]

@@ -1,0 +1,152 @@
+"""Blocks of attention scores: some rows with some keys, their result and log-sum-exp, and gradients from the log-sum-exp of all keys. On local tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+
+__all__ = ["HALF", "Rows", "Stretch", "block", "block_backward", "cut", "key_slice", "merge", "sees", "shared", "tasks", "wide"]
+
+Stretch = tuple[int, int]  # (offset, length) among all rows, or all keys
+Rows = tuple[Stretch, ...]  # the stretches that one rank has, one after the other
+
+_SCORES: Final = 1 << 22  # scores computed at a time where no kernel does without holding them
+HALF: Final = (torch.float16, torch.bfloat16)
+
+
+def sees(rows: Stretch, keys: Stretch, causal: bool) -> bool:
+    """Whether some of these rows sees some of these keys."""
+    return any(True for _ in _visible(rows, keys, causal))
+
+
+def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """What of a block of scores is not masked, as rectangles and squares -> (rows, keys, whether it is a square of which row i sees keys up to i)."""
+    (a, n), (b, m) = rows, keys
+    if not causal:
+        if n and m:
+            yield slice(0, n), slice(0, m), False
+        return
+    first, before = max(0, b - a), min(m, max(0, a - b))  # the first row that sees a key; keys before it, which all these rows see
+    if first < n and before:
+        yield slice(first, n), slice(0, before), False
+    side = min(n - first, m - before)
+    if side > 0:
+        yield slice(first, first + side), slice(before, before + side), True
+        if first + side < n:
+            yield slice(first + side, n), slice(before, before + side), False
+
+
+def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+
+
+def _fitted(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a tensor that was broadcast."""
+    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+
+
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's kernel, which holds no scores, can do it."""
+    return mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.is_floating_point() and 0 not in (*q.shape, *k.shape, *v.shape)
+
+
+def _as_heads(t: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """[..., n, e] -> [b, h, n, e]."""
+    t = (t if t.stride(-1) == 1 else t.contiguous()).expand(*lead, *t.shape[-2:])
+    return t.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *t.shape[-2:])
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, square: bool, scale: float) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if square:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril().logical_not(), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype is torch.bool else scores + mask
+    return scores
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, square: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(result, log-sum-exp [..., n, 1]) of some rows and some keys; -inf where a row sees no key."""
+    if _by_kernel(q, k, v, mask):
+        lead = shared(q, k, v)
+        out, total = _torch.flash_attention(_as_heads(q, lead), _as_heads(k, lead), _as_heads(v, lead), square, scale)
+        return out.reshape(*lead, *out.shape[-2:]), total.reshape(*lead, q.shape[-2], 1)
+    q, k, v = (wide(t) for t in (q, k, v))
+    scores = _scores(q, k, mask, square, scale)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    powers = (scores - top).exp()
+    total = powers.sum(-1, keepdim=True)
+    return powers @ v / total.masked_fill(total == 0, 1.0), total.log() + top
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, square: bool, scale: float, of_mask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the mask; ``out`` and ``total`` are those of all keys."""
+    lead = tuple(out.shape[:-2])
+    if _by_kernel(q, k, v, mask):
+        heads = [_as_heads(t, lead) for t in (grad, q, k, v, out)]
+        found = _torch.flash_attention_backward(*heads, _as_heads(total, lead).squeeze(-1), square, scale)
+        shaped = [g.reshape(*lead, *g.shape[-2:]) for g in found]
+        return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape), None
+    shapes = q.shape, k.shape, v.shape
+    grad, q, k, v, out = (wide(t) for t in (grad, q, k, v, out))
+    # A row that sees no key has no share in anything.
+    share = (_scores(q, k, mask, square, scale) - total.masked_fill(total == -math.inf, math.inf)).exp()
+    dv = share.transpose(-1, -2) @ grad
+    slope = share * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
+    dq, dk = slope @ k * scale, slope.transpose(-1, -2) @ q * scale
+    return _fitted(dq, shapes[0]), _fitted(dk, shapes[1]), _fitted(dv, shapes[2]), _fitted(slope, mask.shape) if of_mask and mask is not None else None
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in HALF else t
+
+
+def tasks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, causal: bool) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
+    """The work of a rank's rows with a block of keys -> (rows, keys, their mask, square) in pieces whose scores may be held."""
+    at = 0
+    for start, length in rows:
+        here = 0
+        for key_start, key_length in keys:
+            size = length
+            if not _by_kernel(q, k, v, mask):
+                lead = math.prod(shared(q, k, v) if mask is None else torch.broadcast_shapes(shared(q, k, v), mask.shape[:-2]))
+                size = max(16, _SCORES // max(1, lead * key_length))
+            for row in range(0, length, max(1, size)):
+                some = (start + row, min(size, length - row))
+                for r, c, square in _visible(some, (key_start, key_length), causal):
+                    mine = slice(at + row + r.start, at + row + r.stop)
+                    part = None if mask is None else cut(mask, mine, slice(key_start + c.start, key_start + c.stop))
+                    yield mine, slice(here + c.start, here + c.stop), part, square
+            here += key_length
+        at += length
+
+
+def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    return mask[..., rows if mask.shape[-2] != 1 else slice(None), keys if mask.shape[-1] != 1 else slice(None)]
+
+
+def merge(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> None:
+    """Take the result of further keys into account, in place."""
+    both = torch.logaddexp(total, its)
+    base = both.masked_fill(both == -math.inf, 0.0)
+    out.mul_((total - base).exp()).add_(more * (its - base).exp())
+    total.copy_(both)
+
+
+def key_slice(keys: Rows, part: slice) -> slice:
+    """A slice of a block of keys, which lies in one stretch -> the same among all keys."""
+    at = 0
+    for start, length in keys:
+        if part.start < at + length:
+            return slice(start + part.start - at, start + part.stop - at)
+        at += length
+    raise AssertionError(f"keys {part} of {keys}")
