@@ -1,4 +1,4 @@
-"""Functions that put elements into a new tensor: repeat, join, pad, mirror, mask by triangle.
+"""Functions that put elements into a new tensor: repeat, join, mask by triangle.
 
 All are linear (padding with a value is the exception); most pass any partial through.
 """
@@ -136,6 +136,24 @@ def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
     op.composite = run
 
 
+@rule("cartesian_prod")
+def _cartesian_prod(op: Op, *tensors: Any) -> None:
+    op.compose(_tuples)
+
+
+def _tuples(*tensors: Any) -> Any:
+    if len(tensors) == 1 and not isinstance(tensors[0], (tuple, list)):
+        return tensors[0].clone()
+    grids = torch.meshgrid(*tensors, indexing="ij")
+    return torch.stack([g.flatten() for g in grids], 1) if len(grids) > 1 else grids[0].flatten()
+
+
+@rule("combinations")
+def _combinations(op: Op, input: Arg, r: int = 2, with_replacement: bool = False) -> None:
+    places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
+    op.compose(lambda input, *args, **kwargs: input[places])
+
+
 @rule([torch.meshgrid, meshgrid_of_list])
 def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
@@ -157,8 +175,24 @@ def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
 
 @rule("diag")
 def _diag(op: Op, input: Arg, diagonal: int = 0) -> None:
-    op.out = [(None,) * (3 - input.ndim)]
+    if input.ndim == 2:
+        op.compose(lambda input, diagonal=0: input.diagonal(diagonal).clone())
+        return
     passes(op)
+    if diagonal:
+        op.out = [(None, None)]
+        return
+    op.set(input, ("i",))
+    op.out = [("i", None)]
+
+    def local(split: Split) -> Callable[..., torch.Tensor]:
+        offset, length = split.box("i")
+        return lambda input, *args, **kwargs: F.pad(torch.diag(input), (offset, op.args[0].shape[0] - offset - length))
+
+    op.local = local
+
+
+rule("diagflat")(lambda op, *args, **kwargs: op.compose(lambda input, offset=0: input.flatten().diag(offset)))
 
 
 @rule("diag_embed")
@@ -171,7 +205,7 @@ def _diag_embed(op: Op, input: Arg, offset: int = 0, dim1: int = -2, dim2: int =
     passes(op)
 
 
-# ---------------------------------------------------------------------------------------------------------------- triangles, flips, pads
+# ---------------------------------------------------------------------------------------------------------------- triangles, shuffles
 
 
 def _triangle(name: str) -> Callable[..., None]:
@@ -191,42 +225,6 @@ def _triangle(name: str) -> Callable[..., None]:
 
 each_spelling("tril", _triangle)
 each_spelling("triu", _triangle)
-
-
-def _moved_within(op: Op, x: Arg, dims: Sequence[int]) -> None:
-    """Elements change places along ``dims``, which stay whole."""
-    moved = {x.dim(d) for d in dims}
-    op.set(x, [None if k in moved else k for k in range(x.ndim)])
-    op.out = [op.dims[x.index]]
-    passes(op)
-
-
-def _as_tuple(dims: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(dims) if isinstance(dims, (tuple, list)) else (dims, *more)
-
-
-rule("flip")(lambda op, input, dims, *more: _moved_within(op, input, _as_tuple(dims, more)))
-rule("fliplr")(lambda op, input: _moved_within(op, input, (1,)))
-rule("flipud")(lambda op, input: _moved_within(op, input, (0,)))
-rule("rot90")(lambda op, input, k=1, dims=(0, 1): _moved_within(op, input, dims if k % 4 else ()))
-
-
-@rule("roll")
-def _roll(op: Op, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
-    _moved_within(op, input, _as_tuple(dims, more) if dims not in (None, (), []) else range(input.ndim))
-
-
-@rule([F.pad, torch.constant_pad_nd])
-def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
-    if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
-        mode, value = "constant", mode
-    padded = {input.ndim - 1 - k // 2 for k, n in enumerate(pad) if n}
-    op.set(input, [None if k in padded else k for k in range(input.ndim)])
-    op.out = [op.dims[input.index]]
-    if mode != "constant" or not value:
-        passes(op)
-    # The other modes refuse empty parts, which have nothing to reflect.
-    op.local = lambda split: lambda input, *args, **kwargs: F.pad(input, pad, mode if input.numel() else "constant", value)
 
 
 @rule([F.pixel_shuffle])
@@ -254,4 +252,6 @@ def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
 
 @rule([F.channel_shuffle])
 def _channel_shuffle(op: Op, input: Arg, groups: int) -> None:
-    _moved_within(op, input, (1,))
+    op.set(input, [None if k == 1 else k for k in range(input.ndim)])
+    op.out = [op.dims[0]]
+    passes(op)
