@@ -112,11 +112,11 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
     if world().rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
     before = state.recent
-    state.number(leaf)
+    number = state.number(leaf)
     state.next[before] = (weakref.ref(leaf), dst)
-    state.recent = (before[1], id(leaf))
+    state.recent = (before[1], number)
     log.watch(plan(src, dst), why)
-    key = (id(leaf), dst)
+    key = (number, dst)
     found = state.ready.pop(key, None)
     if found is None or found[1] is not local or found[2] != local._version:
         _gather(state, _batch(state, leaf, src, dst))
@@ -130,17 +130,17 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec) -> list[tu
     """This use and those expected after it that travel the same way, up to a bucket."""
     batch, total = [(leaf, dst)], dst.nbytes
     at, way = state.recent, (src.placement, gather_axes(src, dst), src.dtype)
-    seen = {(id(leaf), dst)}
+    seen = {(state.number(leaf), dst)}
     while total < BUCKET_BYTES and (expected := state.next.get(at)) is not None:
         other, wanted = expected[0](), expected[1]
-        if other is None or (id(other), wanted) in seen or (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
+        if other is None or (number := state.number(other), wanted) in seen or (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
             break
-        kept = state.ready.get((id(other), wanted))
+        kept = state.ready.get((number, wanted))
         if kept is None or kept[1] is not other._local or kept[2] != other._local._version:
             batch.append((other, wanted))
             total += wanted.nbytes
-        seen.add((id(other), wanted))
-        at = (at[1], id(other))
+        seen.add((number, wanted))
+        at = (at[1], number)
     return batch
 
 
@@ -160,7 +160,7 @@ def _gather(state: Sharding, batch: Sequence[tuple[GlobalTensor, Spec]]) -> None
             n = math.prod(shape)
             whole[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))] = parts[i][at[i] : at[i] + n].view(shape)
             at[i] += n
-        state.ready[(id(leaf), dst)] = (whole, leaf._local, leaf._local._version)
+        state.ready[(state.number(leaf), dst)] = (whole, leaf._local, leaf._local._version)
 
 
 class _Box:

@@ -2,9 +2,9 @@
 
 An op whose operands already fit a signature never communicates (a broadcast addend fits a split contraction: it enters on one rank). Otherwise each
 combination of signatures, one an axis, is priced: the time to box the operands, what the op itself communicates, plus what is lost by it: giving up
-broadcast operands costs the gather that would bring one back, leaving a partial result half its reduction, losing the split of operand 0 the way back
-to it. Ties go to the combination whose result lies as some operand did, then to the one with the least traffic, with the fewest operands moved, listed
-first.
+broadcast operands costs the gather that would bring one back, leaving a partial result half its reduction, losing the split of the operand that the
+program goes on from the way back to it. Ties go to the combination whose result lies as some operand did, then to the one with the least traffic, with
+the fewest operands moved, listed first.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, f
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan(out, out.replicated()).seconds / 2
-    # The program goes on with operand 0's split: a result that has lost it will have to be brought back.
-    for axis, entry in enumerate(specs[0].layout):
-        factor = op.dims[0][entry.dim] if entry.is_split else None
+    # The program goes on with the main operand's split: a result that has lost it will have to be brought back.
+    main = _main(op)
+    for axis, entry in enumerate(specs[main].layout):
+        factor = op.dims[main][entry.dim] if entry.is_split else None
         if factor is not None and choice.signatures[axis].factor != factor:
             for out, dims in zip(choice.outs, op.out, strict=False):
                 if factor in dims:
@@ -117,6 +118,12 @@ def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, f
                     lost += plan(out, out.replace(layout=back)).seconds
     new = sum(_is_new(op, axis, s) for axis, s in enumerate(choice.signatures))
     return round(traffic + lost, 12), new, round(traffic, 12), moved
+
+
+def _main(op: Op) -> int:
+    """The operand that the program goes on from: the first that has every dim of the result (not the scale in ``scale * x``), else operand 0."""
+    wanted = {f for f in op.out[0] if f is not None} if op.out else set()
+    return next((i for i, dims in enumerate(op.dims) if wanted <= set(dims)), 0)
 
 
 def _is_new(op: Op, axis: int, signature: Signature) -> bool:
