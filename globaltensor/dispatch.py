@@ -187,9 +187,9 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
     if op.composite is not None:  # before the meta run: what comes out may depend on data
-        if op.checked:
-            _on_meta(func, specs, args, kwargs)
-        return Through(op.composite)
+        meta = _on_meta(func, specs, args, kwargs)[0] if op.checked else None
+        cast = meta is not None and _torch.any_autocast() and not rule.inplace
+        return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
         return Whole(rule.name, specs, rule.inplace)
     meta, structure = _on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
@@ -235,6 +235,36 @@ def _freeze(
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
     return done
+
+
+def _as_autocast_would(
+    composite: Callable[..., Any], func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], meta: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """Autocast knows what it does to ``func``, not to the functions it is composed of: cast what comes in to what ``func`` gives, and leave the rest alone."""
+    kinds = [kind for kind, _ in _autocast()]
+
+    def off() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
+
+    try:
+        with off():
+            plain = [m.dtype for m in _on_meta(func, specs, args, kwargs)[0] or ()]
+    except RuntimeError:  # operands of several dtypes, which autocast brings together
+        plain = []
+    found = {m.dtype for m in meta}
+    wanted = found.pop() if len(found) == 1 and plain != [m.dtype for m in meta] else None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if wanted is not None and wanted.is_floating_point:
+            these = iter([t.to(wanted) if t.is_floating_point() else t for t in tensors_in(kwargs, tensors_in(args, []))])
+            args, kwargs = replaced(args, these), replaced(kwargs, these)
+        with off():
+            return composite(*args, **kwargs)
+
+    return run
 
 
 def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:

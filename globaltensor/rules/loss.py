@@ -288,7 +288,7 @@ def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
     if target.ndim == x.ndim and target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
         goal = goal if column is None else goal * column
-        return _collect(call, settled(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(given.dtype)
+        return _collect(call, settled(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(torch.promote_types(given.dtype, goal.dtype))
     _check_targets(target, x, at)
     keep, weights = _kept(call)
     found = pick(x, torch.where(keep, target, 0), at)
