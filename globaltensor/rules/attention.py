@@ -284,7 +284,7 @@ class _Call:
         ring, merged = self._kinds(split.ins, split.factors)
         rows = self._stretch(split.ins, self.query, split.rank)
         if not ring and not merged:
-            if not self.causal or not rows[0]:  # the first rows see what torch's own mask says
+            if not self.causal or not split.is_split(_L):
                 return _plain(self.op, split)
             if self.dropout:
                 return _plain(self.op, split, rows)
