@@ -8,4 +8,4 @@ __all__ = ["RULES", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose
 
 # Each family declares its rules when imported.
 from . import attention, convolution, elementwise, gather, indexing, linalg, loss, matmul, nn, norm, pooling, random, rearrange, reduction, shift, softmax
-from . import views
+from . import multihead, views
