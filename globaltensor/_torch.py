@@ -68,6 +68,13 @@ def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: A
 meshgrid_of_list = torch._VF.meshgrid
 
 
+#: What torch.stft and torch.lu call once they have looked at their arguments.
+stft, lu_with_info = torch._VF.stft, torch._lu_with_info
+#: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
+softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
+softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
+
+
 def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta) -> torch.distributed.ProcessGroup:
     """A process group made by its members alone, under a name they agree on.
 
@@ -99,6 +106,16 @@ def wrap_module_identity(around: Any) -> None:
     """
     identity = torch.nn.modules._functions.BackwardHookFunction
     identity.apply = staticmethod(functools.partial(around, identity.apply))  # type: ignore[assignment]
+
+
+def dual_functions() -> list[Any]:
+    """What makes a dual tensor of forward-mode AD, and takes it apart: torch.autograd.forward_ad and torch.func.jvp call it."""
+    return [torch._make_dual, torch._unpack_dual]
+
+
+def vmap_functions() -> list[Any]:
+    """How torch's older vmap marks the batch dim of a tensor."""
+    return [torch._add_batch_dim, torch._remove_batch_dim]
 
 
 #: What GradScaler calls on the gradients of one device and dtype: it has no public name.

@@ -203,6 +203,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         outs, op.out = [specs[0]], [op.dims[0]]
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
+    if rule.inplace and outs[0].shape != specs[0].shape:
+        return Whole(name_of(func), specs, True)  # which says why it cannot be
     choice = choose(op, outs, keep=0 if rule.inplace else None)
     kind: type[Boxed] = Boxed
     if choice is None:
@@ -255,10 +257,14 @@ def _as_autocast_would(
     except RuntimeError:  # operands of several dtypes, which autocast brings together
         plain = []
     found = {m.dtype for m in meta}
-    wanted = found.pop() if len(found) == 1 and plain != [m.dtype for m in meta] else None
+    wanted = found.pop() if len(found) == 1 else None
+    if wanted is None or not wanted.is_floating_point:
+        wanted = None
+    elif plain == [m.dtype for m in meta] and any(s.dtype.is_floating_point and s.dtype.itemsize > wanted.itemsize for s in specs):
+        wanted = None  # it takes them as they are, the running statistics of a batch norm say
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if wanted is not None and wanted.is_floating_point:
+        if wanted is not None:
             these = iter([t.to(wanted) if t.is_floating_point() else t for t in tensors_in(kwargs, tensors_in(args, []))])
             args, kwargs = replaced(args, these), replaced(kwargs, these)
         with off():

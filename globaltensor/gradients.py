@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from . import reducer, sharded
+from . import _torch, reducer, sharded
 from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import world
-from .errors import SbpError
+from .errors import KernelError, SbpError
 from .plans import promote
 from .rules.quotient import Quotient
 from .sbp import broadcast
@@ -102,7 +103,7 @@ def _settled(output: Any) -> Any:
 
 
 def _sequence(value: Any) -> list[Any]:
-    return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+    return [] if value is None else [value] if isinstance(value, (torch.Tensor, GradientEdge)) else list(value)
 
 
 def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
@@ -134,9 +135,13 @@ def backward(
 
 
 def _run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
+    here = reducer.reducer()
+    within = here.queued  # another pass is under way: this one is part of it (a checkpoint that runs again), and its gradients are wanted now
     with sharded.immediate(into is not None):
         try:
             torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
+            if within:
+                here.finish()
         except BaseException:
             reducer.reducer().abort()
             sharded.abort()
@@ -146,6 +151,8 @@ def _run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any) -> tuple[Any, ...]:
     """torch.autograd.grad where some tensors are global: each gradient comes back in its input's own sbp."""
     options.pop("only_inputs", None)
+    if options.pop("is_grads_batched", False):
+        return _batched(outputs, inputs, _sequence(grad_outputs), create_graph if retain_graph is None else retain_graph, create_graph, options)
     locals_, seeds = _starts(_sequence(outputs), grad_outputs)
     wanted = _sequence(inputs)
     if not locals_:
@@ -154,6 +161,16 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool
         found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
     with torch.set_grad_enabled(create_graph):
         return tuple(_presented(x, g) for x, g in zip(wanted, found, strict=True))
+
+
+def _batched(outputs: Any, inputs: Any, grads: list[Any], retain_graph: bool, create_graph: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+    """One pass for each entry of the first dim of ``grads``: vmap, which torch would use, does not see how the parts of a global tensor belong together."""
+    sizes = {g.shape[0] for g in grads if g is not None}
+    if len(sizes) != 1 or 0 in sizes:
+        raise RuntimeError(f"is_grads_batched: the first dim of every grad_outputs is the batch, of one size, not 0; got {sorted(sizes)}")
+    n = sizes.pop()
+    rows = [grad(outputs, inputs, [None if g is None else g[i] for g in grads], retain_graph or i < n - 1, create_graph, **options) for i in range(n)]
+    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
 
 
 def _presented(x: Any, g: torch.Tensor | None) -> Any:
@@ -175,6 +192,24 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
 
 
+def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(
+        "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a dual tensor: torch.autograd.functional.jvp gets the same from "
+        "two backward passes; globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs forward mode on the local parts of a function that moves no data"
+    )
+
+
+def _no_vmap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(
+        "vmap does not see how the parts of a global tensor belong together: write the batch as a dim (torch's functions take leading dims), loop over it, or "
+        "run vmap on the local parts: globaltensor.local_map(torch.vmap(function), out_sbp=..., in_sbp=...)"
+    )
+
+
+for _function in _torch.dual_functions():
+    HANDLERS[_function] = _no_forward_mode
+for _function in _torch.vmap_functions():
+    HANDLERS[_function] = _no_vmap
 HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: backward(*args, **kwargs)
 HANDLERS[torch.autograd.grad] = lambda func, args, kwargs: grad(*args, **kwargs)
 HANDLERS[torch.Tensor.backward] = lambda func, args, kwargs: tensor_backward(*args, **kwargs)
