@@ -8,6 +8,7 @@ from . import foreach as _foreach  # (handlers)
 from . import scaling as _scaling  # (handlers)
 from . import optimizers as _optimizers
 from . import draws as _draws  # (handlers)
+from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
 from . import comm, distributed, nn, sbp, utils
@@ -28,6 +29,7 @@ from .tensor import GlobalTensor, to_global, to_local
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
 from .creation import *  # noqa: F403
 
+_functions.install()
 _optimizers.install()
 _borrowed.install()
 

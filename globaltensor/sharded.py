@@ -122,7 +122,7 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
         _gather(state, _batch(state, leaf, src, dst))
         found = state.ready.pop(key)
     if local.requires_grad and torch.is_grad_enabled():
-        return _Gathered.apply(local, _Box(found[0]), leaf, src, dst)  # type: ignore[no-any-return]
+        return _Gathered.apply(local, _Box(found[0], leaf), src, dst)  # type: ignore[no-any-return]
     return found[0]
 
 
@@ -164,27 +164,27 @@ def _gather(state: Sharding, batch: Sequence[tuple[GlobalTensor, Spec]]) -> None
 
 
 class _Box:
-    """Carries a tensor past autograd."""
+    """Carries a gathered parameter, and whose it is, past autograd."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+    def __init__(self, whole: torch.Tensor, leaf: GlobalTensor) -> None:
+        self.whole, self.leaf = whole, leaf
 
 
 class _Gathered(torch.autograd.Function):
     """A gathered parameter. Backward: reduce-scatter, together with others where the gradient only has to reach the leaf."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, whole: _Box, leaf: GlobalTensor, src: Spec, dst: Spec) -> torch.Tensor:
-        ctx.leaf, ctx.local, ctx.src, ctx.dst = leaf, local, src, dst
-        return whole.value
+    def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
+        ctx.leaf, ctx.local, ctx.src, ctx.dst = carried.leaf, local, src, dst
+        return carried.whole
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
             dual, mine = ctx.dst.dual(), ctx.src.dual()
-            return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None, None
+            return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
         scatter(ctx.leaf, ctx.dst, grads[0])
-        return None, None, None, None, None
+        return None, None, None, None
 
 
 def _watched(leaf: GlobalTensor) -> bool:

@@ -135,6 +135,5 @@ class GlobalTensor(torch.Tensor):
 def kernel_message(where: object) -> str:
     return (
         f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
-        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns (and a checkpoint "
-        "needs use_reentrant=False)"
+        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
     )

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from support.everywhere import full
 from support.pool import run_on
-from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor import errors
@@ -306,45 +305,33 @@ def writing_into_a_leaf() -> None:
 # ---------------------------------------------------------------------------------------------------------------- below torch's functions
 
 
-class Double(torch.autograd.Function):
+class OfAList(torch.autograd.Function):
+    """Of what is in a list torch takes no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, xs: list[torch.Tensor]) -> torch.Tensor:
+        return xs[0] * 2
+
+
+class Written(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * 2
-
-
-class DoubleKernel(Double):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten.mul.Tensor(x, 2)  # type: ignore[no-any-return]
+        return torch.ops.aten.mul.out(x, x, out=torch.empty(4, 4))  # type: ignore[no-any-return]
 
 
 @row(errors.KernelError, "custom torch.autograd.Function", "globaltensor.local_map(function, out_sbp=..., in_sbp=...)")
-def custom_function() -> None:
-    Double.apply(ones(requires_grad=True))
+def custom_function_of_a_list() -> None:
+    OfAList.apply([ones(requires_grad=True)])
 
 
 @row(errors.KernelError, "globaltensor.local_map")
-def custom_function_of_an_intermediate() -> None:
-    Double.apply(ones(requires_grad=True) * 3)
-
-
-@row(errors.KernelError, "custom torch.autograd.Function", "globaltensor.local_map")
-def custom_function_that_calls_a_kernel() -> None:
-    DoubleKernel.apply(ones(requires_grad=True))
+def custom_function_that_calls_a_kernel_which_writes() -> None:
+    Written.apply(ones(requires_grad=True))
 
 
 @row(errors.KernelError, "aten", "globaltensor.local_map")
 def a_kernel() -> None:
     torch.ops.aten.add.out(ones(), ones(), out=ones())
-
-
-@row(errors.KernelError, "use_reentrant=False")
-def reentrant_checkpoint() -> None:
-    checkpoint(lambda x: x * 2, ones(requires_grad=True), use_reentrant=True)
 
 
 @row(errors.SbpError, "local_map", "no argument is global")

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharded", "bodies"),
     ("plans",),
     ("dispatch",),
-    ("gradients", "hooks", "convert", "draws"),
+    ("gradients", "hooks", "convert", "draws", "functions"),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("nn", "utils", "graph", "auto", "v0"),

@@ -1,0 +1,172 @@
+"""Custom torch.autograd.Functions on global tensors.
+
+Autograd works on local parts, but a Function is written for whole tensors. So its forward and backward run on global tensors, as any other code does, and one
+node in the graph of the local parts stands for it: what comes back to it lies as the dual of the outputs says, what it hands on as the dual of the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .boxing import box
+from .plans import promote
+from .reducer import watch
+from .sbp import broadcast
+from .spec import Spec
+from .wrapper import GlobalTensor
+
+__all__ = ["install"]
+
+
+class Context:
+    """What a Function's forward and backward are given as ``ctx``: torch's interface, over global tensors."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self._saved: tuple[Any, ...] = ()
+        self._dirty: tuple[Any, ...] = ()
+        self._without: tuple[Any, ...] = ()
+        self._materialize = True
+        self._node: Any = None
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For forward-mode differentiation, which global tensors have not."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._without = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialize = value
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """As they were saved, with the graph they belong to."""
+        if self._node is None:
+            return self._saved
+        kept = zip(self._saved, self._node.saved_tensors, strict=True)
+        return tuple(GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local for spec, local in kept)
+
+    def _hand_over(self, node: Any) -> None:
+        """The node of the local graph keeps the tensors from here on."""
+        node.save_for_backward(*[_local(t) for t in self._saved])
+        node.mark_dirty(*[_local(t) for t in self._dirty])
+        node.mark_non_differentiable(*[_local(t) for t in self._without])
+        node.set_materialize_grads(self._materialize)
+        self._saved = tuple(t._spec if isinstance(t, GlobalTensor) else None for t in self._saved)
+        self._dirty = self._without = ()
+        self._node = node
+
+
+def _local(x: Any) -> Any:
+    return x._local if isinstance(x, GlobalTensor) else x
+
+
+class _Node(torch.autograd.Function):
+    """Stands for a Function in the graph of the local parts. Its forward is over already."""
+
+    @staticmethod
+    def forward(node: Any, function: Any, context: Context, given: list[Any], outs: list[Any], *locals_: torch.Tensor) -> Any:
+        node.function, node.context = function, context
+        node.given = [_home(x) for x in given]
+        context._hand_over(node)
+        node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
+        return tuple(_local(out) for out in outs)
+
+    @staticmethod
+    def backward(node: Any, *grads: Any) -> Any:
+        whole = [g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in zip(grads, node.duals, strict=True)]
+        found = node.function.backward(node.context, *whole)
+        found = list(found) if isinstance(found, tuple) else [found]
+        n = len(node.given)
+        if len(found) < n or any(extra is not None for extra in found[n:]):
+            raise RuntimeError(f"function {node.function.__name__} returned an incorrect number of gradients (expected {n}, got {len(found)})")
+        parts = [_handed_on(grad, home) for grad, home in zip(found, node.given, strict=False)]
+        return (None, None, None, None, *[part for part, home in zip(parts, node.given, strict=True) if home is not None])
+
+
+def _home(x: Any) -> Spec | torch.Size | None:
+    """Where the gradient of an argument goes: a global one's dual, a plain one's shape, nowhere."""
+    return x._spec.dual() if isinstance(x, GlobalTensor) else x.shape if isinstance(x, torch.Tensor) else None
+
+
+def _handed_on(grad: Any, home: Spec | torch.Size | None) -> Any:
+    if grad is None or home is None:
+        return None
+    shape = home.shape if isinstance(home, Spec) else home
+    if grad.shape != shape:
+        grad = grad.sum_to_size(shape)
+    if not isinstance(home, Spec):
+        return grad.to_global(sbp=[broadcast] * grad._spec.placement.axes)._local if isinstance(grad, GlobalTensor) else grad
+    if isinstance(grad, GlobalTensor):
+        return box(grad._local, grad._spec, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+    whole = Spec.make(grad.shape, grad.dtype, home.placement, [broadcast] * home.placement.axes)
+    return box(grad, whole, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+
+
+def _applied(function: Any, args: Sequence[Any]) -> Any:
+    """``function.apply(*args)`` where some of ``args`` are global."""
+    placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
+    grad = torch.is_grad_enabled()
+    needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)
+    args = [_entered(a, placement) if need and not isinstance(a, GlobalTensor) else a for a, need in zip(args, needs, strict=True)]
+    context = Context(needs)
+    with torch.no_grad():
+        if function.setup_context is torch.autograd.Function.setup_context:
+            result = function.forward(context, *args)
+        else:
+            result = function.forward(*args)
+            function.setup_context(context, tuple(args), result)
+    outs = list(result) if isinstance(result, tuple) else [result]
+    at = [i for i, out in enumerate(outs) if isinstance(out, torch.Tensor)]
+    if not any(needs) or not at:
+        return result
+    watch()
+    dirty = context._dirty
+    parts = _Node.apply(function, context, list(args), [outs[i] for i in at], *[_local(a) for a in args if isinstance(a, torch.Tensor)])
+    for i, part in zip(at, parts, strict=True):
+        out = outs[i]
+        if isinstance(out, GlobalTensor) and any(out is d for d in dirty):
+            out._local = part
+        else:
+            outs[i] = GlobalTensor.wrap(part, out._spec) if isinstance(out, GlobalTensor) else part
+    return tuple(outs) if isinstance(result, tuple) else outs[0]
+
+
+def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
+    """A plain tensor whose gradient is wanted is a broadcast one inside."""
+    spec = Spec.make(x.shape, x.dtype, placement, [broadcast] * placement.axes)
+    return GlobalTensor.wrap(promote(x, spec), spec)
+
+
+def install() -> None:
+    """Let ``apply`` of every torch.autograd.Function take global tensors."""
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for a in args:
+            if isinstance(a, GlobalTensor):
+                return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
+        if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
+            return _applied(cls, _positions(cls, args, kwargs))
+        return original(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+
+
+def _positions(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    first = () if cls.setup_context is not torch.autograd.Function.setup_context else (None,)  # ctx
+    bound = inspect.signature(cls.forward).bind(*first, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args[len(first) :]

@@ -1,0 +1,242 @@
+"""Custom torch.autograd.Functions take global tensors as they take plain ones: the same values, gradients and second gradients, however the inputs lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 3 * x**2
+
+
+class Affine(torch.autograd.Function):
+    """Several inputs and outputs, a number, one output without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, power: int, shift: Tensor | None) -> Any:
+        ctx.save_for_backward(x, scale, None)
+        ctx.power = power
+        signs = x.sign()
+        ctx.mark_non_differentiable(signs)
+        assert not any(ctx.needs_input_grad[2:])
+        return x**power * scale, signs, x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, scale, none = ctx.saved_tensors
+        assert none is None
+        return (
+            grads[0] * scale * ctx.power * x ** (ctx.power - 1) + grads[2].unsqueeze(1),
+            (grads[0] * x**ctx.power).sum(0) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
+
+
+class Apart(torch.autograd.Function):
+    """Forward without a context; an output that is used nowhere."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+        return x.exp() * factor, x * 5
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[0])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert grads[1] is None
+        return grads[0] * ctx.saved_tensors[0], None
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.x.cos()
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, whose backward is not linear: parts must have been summed before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].clamp(-0.5, 0.5)
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 3
+
+
+def affine(x: Tensor, w: Tensor) -> Tensor:
+    a, signs, sums = Affine.apply(x, w, 3, None)
+    return a * signs + sums.unsqueeze(1)
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    z = InPlace.apply(y)
+    assert z is y
+    return z * y
+
+
+def through_kernels(x: Tensor, w: Tensor) -> Tensor:
+    return Cube.apply(F.linear(x, x)) + Cube.apply(Cube.apply(w)).sum()
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cube": lambda x, w: Cube.apply(x) * w,
+    "several": affine,
+    "apart": lambda x, w: Apart.apply(x)[0] * w,
+    "apart, a number": lambda x, w: Apart.apply(x, 3.0)[0] * w,
+    "once": lambda x, w: Once.apply(x) * w,
+    "clipped": lambda x, w: Clipped.apply(x * w) * x,
+    "in place": in_place,
+    "nested": through_kernels,
+}
+TWICE = [name for name in USES if name not in ("once", "in place")]
+
+
+def run(use: Callable[[Tensor, Tensor], Tensor], twice: bool, plain_weight: bool) -> None:
+    line = flow.placement("cpu", [0, 1])
+    draw = torch.Generator().manual_seed(2)
+    x0, w0 = torch.randn(5, 4, dtype=torch.float64, generator=draw), torch.randn(4, dtype=torch.float64, generator=draw)
+
+    def gradients(x: Tensor, w: Tensor) -> list[Tensor]:
+        found = list(torch.autograd.grad((use(x, w) ** 2).sum(), [x, w], create_graph=twice))
+        if twice:
+            found += torch.autograd.grad(sum((g**2).sum() for g in found), [x, w])  # type: ignore[arg-type]
+        return found
+
+    want = [use(x0, w0), *gradients(x0.clone().requires_grad_(), w0.clone().requires_grad_())]
+    for sbp in (S(0), S(1), B, P):
+        x = x0.to_global(line, B).to_global(sbp=sbp).detach().requires_grad_()  # type: ignore[attr-defined]
+        w = w0.clone().requires_grad_() if plain_weight else w0.to_global(line, B).requires_grad_()  # type: ignore[attr-defined]
+        got = [use(x.detach(), w.detach()), *gradients(x, w)]
+        for g, value in zip(got, want, strict=True):
+            whole = torch.tensor(g.tolist(), dtype=torch.float64)
+            torch.testing.assert_close(whole, value, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_as_on_one_device(name: str) -> None:
+    simulate(2, run, USES[name], False, False)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_second_gradients(name: str) -> None:
+    simulate(2, run, USES[name], True, False)
+
+
+def test_plain_tensors_beside_global_ones() -> None:
+    simulate(2, run, affine, False, True)
+
+
+def wrong() -> None:
+    class Two(Cube):
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0], grads[0]
+
+    x = torch.ones(3).to_global(flow.placement.all("cpu"), B).requires_grad_()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"function Two returned an incorrect number of gradients \(expected 1, got 2\)"):
+        Two.apply(x).sum().backward()
+
+
+def test_a_wrong_number_of_gradients() -> None:
+    simulate(2, wrong)
+
+
+def checkpointed(reentrant: bool) -> None:
+    line = flow.placement.all("cpu")
+    draw = torch.Generator().manual_seed(3)
+    x0, w0 = torch.randn(4, 3, dtype=torch.float64, generator=draw), torch.randn(3, 3, dtype=torch.float64, generator=draw)
+
+    def gradients(x: Tensor, *weights: Tensor) -> list[Any]:
+        for w in weights:
+            x = checkpoint(lambda x, w: (x @ w).tanh(), x, w, use_reentrant=reentrant)
+        x.square().sum().backward()
+        return [w.grad for w in weights]
+
+    want = gradients(x0, *(w0.clone().requires_grad_() for _ in range(2)))
+    for sbp in (S(0), B, S(1)):
+        for held in (B, S(0)):
+            weights = [w0.to_global(line, B).to_global(sbp=held).detach().requires_grad_() for _ in range(2)]  # type: ignore[attr-defined]
+            got = gradients(x0.to_global(line, B).to_global(sbp=sbp), *weights)  # type: ignore[attr-defined]
+            for g, value in zip(got, want, strict=True):
+                torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), value, rtol=1e-12, atol=1e-12)
+
+
+def checkpointed_layers() -> None:
+    """As models do it: the parameters are not among the arguments."""
+
+    def gradients(model: torch.nn.Sequential, x: Tensor) -> list[Any]:
+        x = x * 1  # a reentrant checkpoint needs an input with a gradient
+        for layer in model:
+            x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=True)
+        x.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    line, plain = flow.placement.all("cpu"), torch.nn.Sequential(*[torch.nn.Linear(3, 3).double() for _ in range(3)])
+    with torch.no_grad():
+        for i, p in enumerate(plain.parameters()):
+            p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape).roll(i))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    want = gradients(plain, x)
+    for plan in ("data", "fsdp"):
+        model = flow.parallelize(copy.deepcopy(plain), line, plan)
+        for p in model.parameters():
+            p.grad = None
+        for times in (1, 2):
+            got = gradients(model, x.detach().to_global(line, B).to_global(sbp=S(0)).detach().requires_grad_())  # type: ignore[arg-type,attr-defined]
+            for g, value in zip(got, want, strict=True):
+                torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), times * value, rtol=1e-12, atol=1e-12)
+
+
+def test_reentrant_checkpoint_of_layers() -> None:
+    simulate(2, checkpointed_layers)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    simulate(2, checkpointed, reentrant)
