@@ -1,6 +1,6 @@
-"""Intervals of a split dim, fetched from the ranks that hold them: halos of a convolution, elements that change places along a dim.
+"""What native ops over a split dim exchange: intervals of it (halos, elements that change places), or a little from every rank (totals of parts).
 
-What a rank wants may overlap what others want, so no layout says it. The backward gives every element's gradient back to its holder, who adds them up.
+What ranks want may overlap, so no layout says it. The backward of a fetch gives every element's gradient back to its holder, who adds them up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed.world import world
 
-__all__ = ["Interval", "Reach", "fetch"]
+__all__ = ["Interval", "Reach", "fetch", "share"]
 
 Interval = tuple[int, int]  # from, up to
 
@@ -135,3 +135,42 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Fetch.apply(grads[0], ctx.dim, ctx.reach), None, None, None  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------------------------------------------------- a little from everyone
+
+
+def share(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    """Every rank's tensor (of one shape), stacked in the order of ``ranks`` -> [ranks, ...] on each; differentiable any number of times.
+
+    What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor of each.
+    """
+    return _Share.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        ctx.ranks = ranks
+        out = torch.empty((len(ranks), *t.shape), dtype=t.dtype, device=t.device)
+        world().comm(ranks).all_gather_into(t, [t.numel()] * len(ranks), out.view(-1))
+        if not (t.is_floating_point() or t.is_complex()):
+            ctx.mark_non_differentiable(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Collect.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+
+
+class _Collect(torch.autograd.Function):
+    """The transpose of a share."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        ctx.ranks = ranks
+        return world().comm(ranks).reduce_scatter(grad.unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Share.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]

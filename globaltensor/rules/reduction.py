@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .extremum import extremum_with_gradient, settled
-from .notation import Arg, Op, Split, align
+from .notation import Arg, Op, Split
 from .parts import canonical, dims_of, operands, reduced, split_in, unless_empty
 from .registry import composite, rule
+
+__all__ = ["amax", "has_split"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -59,7 +61,14 @@ def _mean(op: Op, *args: Any, **kwargs: Any) -> None:
 
 @rule("trace")
 def _trace(op: Op, input: Arg) -> None:
-    op.out, op.linear = [()], [frozenset([0])]
+    op.set(input, ("i", "j"))
+    op.out, op.linear, op.reduce = [()], [frozenset([0])], {"i": "sum", "j": "sum"}
+
+    def local(split: Split) -> Callable[..., Tensor]:
+        shift = split.box("i")[0] - split.box("j")[0]
+        return lambda input: input.diagonal(shift).sum()
+
+    op.local = local
 
 
 @rule("nanmean prod".split())
@@ -150,12 +159,12 @@ def _extremes(op: Op, *args: Any, **kwargs: Any) -> None:
     describe(*args, **canonical(kwargs))
 
 
-def _has_split(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+def has_split(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
     dims = dims_of(input, canonical(kwargs).get("dim", dim))
     return split_in(input, dims) and all(input.shape[d] for d in dims)
 
 
-def _amax(largest: bool) -> Callable[..., Tensor]:
+def amax(largest: bool) -> Callable[..., Tensor]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         def bind(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
             return extremum_with_gradient(input, dims_of(input, dim), keepdim, largest)
@@ -166,8 +175,8 @@ def _amax(largest: bool) -> Callable[..., Tensor]:
 
 
 rule(["amax", "amin"])(_extremes)
-composite("amax", _has_split)(_amax(True))
-composite("amin", _has_split)(_amax(False))
+composite("amax", has_split)(amax(True))
+composite("amin", has_split)(amax(False))
 
 
 @rule("aminmax")
@@ -175,42 +184,15 @@ def _aminmax(op: Op, input: Arg, *, dim: int | None = None, keepdim: bool = Fals
     reduced(op, input, dims_of(input, dim), keepdim, None, results=2)
 
 
-@composite("aminmax", _has_split)
+@composite("aminmax", has_split)
 def _aminmax_split(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return torch.return_types.aminmax((input.amin(dims_of(input, dim), keepdim), input.amax(dims_of(input, dim), keepdim)))
-
-
-def _max_or_min(name: str) -> None:
-    """``max`` is three functions: of all elements, over a dim with indices, and of two tensors element by element."""
-
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
-        kwargs = canonical(kwargs)
-        if len(op.args) == 2:
-            op.dims, result = align([a.shape for a in op.args])
-            op.out = [result]
-            return
-
-        def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
-            if dim is None and _has_split(input):
-                op.compose(_amax(name == "max"))
-            elif dim is None:
-                reduced(op, input, dims_of(input, None), False, None)
-            else:
-                reduced(op, input, dims_of(input, dim), keepdim, None, results=2)
-
-        bind(*args, **kwargs)
-
-    rule(name)(describe)
-
-
-_max_or_min("max")
-_max_or_min("min")
 
 
 # ---------------------------------------------------------------------------------------------------------------- a whole dim
 
 
-def _along(names: str, results: int = 1, default: int | None = None, reduces: bool = False, linear: bool = False, at: int = 1) -> None:
+def _along(names: str, results: int = 1, default: int | None = None, reduces: bool = False, at: int = 1) -> None:
     """Functions that work along one dim, which must be whole; ``at``: the position of `dim` among the arguments.
 
     ``reduces``: the dim vanishes. ``default``: the dim where none is given; None: all elements at once, one result.
@@ -228,20 +210,13 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
             reduced(op, x, dims, keepdim, None, results if dim is not None else 1)
         else:
             reduced(op, x, dims, True, None, results)
-        if linear:
-            op.linear = [frozenset([0])]
 
     rule(names.split())(describe)
 
 
-_along("cumsum", linear=True)
-_along("cumprod logcumsumexp")
-_along("cummax cummin", results=2)
 _along("argsort", default=-1)
 _along("msort", default=0)
 _along("sort", results=2, default=-1)
-_along("topk", results=2, default=-1, at=2)
-_along("argmax argmin", reduces=True)
 _along("median nanmedian", results=2, reduces=True)
 _along("mode", results=2, default=-1, reduces=True)
 _along("kthvalue", results=2, default=-1, reduces=True, at=2)

@@ -1,0 +1,172 @@
+"""Cumulative functions, extremes with their places, and topk over a split dim against plain torch, and how little of the operand moves for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.everywhere import compare, full
+from support.oracle import check, close
+from support.pool import run_on
+
+import globaltensor as flow
+from globaltensor.distributed.comm import comms
+from globaltensor.distributed.simulate import simulate
+from globaltensor.sbp import Sbp, broadcast, split
+
+B, S = broadcast, split
+INF, NAN = float("inf"), float("nan")
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def ids(top: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(top))
+
+
+zeros = torch.where(x(7, 3) > 0.7, 0.0, x(7, 3))
+ties = ids(3, 9, 2).double()
+SCANS: list[tuple[Any, ...]] = [
+    *[(partial(f, dim=0), t) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp) for t in (x(7, 3), x(2), x(1, 3))],
+    *[(partial(f, dim=-1), x(2, 5)) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.cummin)],
+    (partial(torch.cumprod, dim=0), zeros), (partial(torch.cumsum, dim=0), ids(9, 7, 2)), (partial(torch.cumprod, dim=0), ids(4, 5).to(torch.int32)),
+    (partial(torch.cumsum, dim=0, dtype=torch.float64), ids(9, 7)), (partial(torch.cumsum, dim=0, dtype=torch.int32), ids(9, 7)),
+    (partial(torch.cumsum, dim=0), ids(2, 7).bool()),
+    *[(partial(f, dim=0), t) for f in (torch.cummax, torch.cummin) for t in (x(7, 3), x(2), ties, ids(3, 7), ids(2, 6).bool())],
+]  # fmt: skip
+BEST: list[tuple[Any, ...]] = [
+    *[(partial(f, dim=d, keepdim=k), x(5, 3)) for f in (torch.max, torch.min, torch.argmax, torch.argmin) for d in (0, -1) for k in (False, True)],
+    *[(partial(f, dim=0), t) for f in (torch.max, torch.min, torch.argmax, torch.argmin) for t in (ties, ids(3, 7), x(2, 3))],
+    *[(f, t) for f in (torch.argmax, torch.argmin) for t in (x(5, 3), ties, x(2, 3, 4), ids(3, 7), x(1))],
+    (partial(torch.argmax, keepdim=True), x(3, 4)),
+    *[(partial(torch.topk, k=k, dim=d, largest=b), x(5, 4)) for k in (0, 1, 3, 4) for d in (0, 1) for b in (False, True)],
+    (partial(torch.topk, k=2), x(2)),
+]  # fmt: skip
+
+
+def name(row: tuple[Any, ...]) -> str:
+    given = row[0].keywords if isinstance(row[0], partial) else ""
+    return f"{getattr(row[0], 'func', row[0]).__name__} {given} {row[1].dtype} {tuple(row[1].shape)}"
+
+
+@pytest.mark.parametrize("row", SCANS + BEST, ids=name)
+def test_every_signature(row: tuple[Any, ...]) -> None:
+    function, kwargs = (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
+    met = check(function, row[1], most=30, **kwargs)
+    d = kwargs.get("dim", 0) % row[1].ndim
+    assert any(f"S({d})" in text.split(" -> ")[0] for text in met)
+
+
+@pytest.mark.parametrize("row", SCANS + BEST, ids=name)
+def test_on_global_tensors(row: tuple[Any, ...]) -> None:
+    compare(*row, draws=3)
+
+
+@pytest.mark.parametrize("function", [torch.Tensor.cumsum_, torch.Tensor.cumprod_], ids=lambda f: f.__name__)
+def test_in_place(function: Any) -> None:
+    met = check(function, x(5, 3), 0, inplace=True)
+    assert any(text.startswith("S(0)") for text in met)
+
+
+SPECIAL = [
+    [1.0, NAN, 2.0, NAN, 3.0], [NAN, 0.0, 1.0, NAN, -1.0], [-INF] * 5, [INF, -INF, INF, 0.0, INF], [0.0, 0.0, -0.0, 0.0, 0.0], [-INF, -INF, 1.0, -INF, 2.0],
+]  # fmt: skip
+
+
+def on_special(functions: list[Any]) -> None:
+    placement = flow.placement.all("cpu")
+    for f in functions:
+        for row in SPECIAL:
+            plain = torch.tensor(row, dtype=torch.float64)
+            want, got = f(plain), f(plain.to_global(placement, B).to_global(sbp=S(0)))
+            for w, g in zip(*[t if isinstance(t, tuple) else (t,) for t in (want, got)], strict=True):
+                close(full(g), w, f"{f} of {row}")
+
+
+def test_nans_infinities_and_equals() -> None:
+    functions = [torch.argmax, torch.argmin]
+    functions += [partial(f, dim=0) for f in (torch.cummax, torch.cummin, torch.max, torch.min, torch.argmax, torch.cumsum, torch.cumprod, torch.logcumsumexp)]
+    for n in (2, 3, 4, 7):
+        simulate(n, on_special, functions)
+
+
+def twice(function: Callable[..., Any], whole: torch.Tensor, layout: list[Sbp], grid: tuple[int, ...]) -> None:
+    n = int(torch.tensor(grid).prod())
+    placement = flow.placement("cpu", torch.arange(n).reshape(grid).tolist())
+    ours = whole.to_global(placement, [B] * len(grid)).to_global(sbp=layout).detach().requires_grad_()
+    found = []
+    for t in (whole.clone().requires_grad_(), ours):
+        out = function(t)
+        out = out[0] if isinstance(out, tuple) else out
+        (first,) = torch.autograd.grad((out.sin() * out).sum(), t, create_graph=True)
+        (second,) = torch.autograd.grad((first * first).sum(), t)
+        found.append([out, first, second])
+    for i, (w, g) in enumerate(zip(*found, strict=True)):
+        close(full(g), w.detach(), f"value {i} of {layout} on {grid}")
+
+
+SMOOTH = [
+    *[(partial(f, dim=0), t) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.max) for t in (x(7, 3), x(2, 3))],
+    (partial(torch.topk, k=2, dim=0), x(7, 3)), (partial(torch.cumprod, dim=0), zeros),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SMOOTH, ids=name)
+def test_gradients_of_gradients(row: tuple[Any, ...]) -> None:
+    simulate(2, twice, *row, [S(0)], (2,))
+    simulate(5, twice, *row, [S(0)], (5,))
+    simulate(4, twice, *row, [S(0), S(0)], (2, 2))
+    simulate(4, twice, *row, [S(1), S(0)], (2, 2))
+
+
+def test_on_processes() -> None:
+    for f in (torch.cumsum, torch.cummax, torch.max):
+        run_on(2, twice, partial(f, dim=0), x(7, 3), [S(0)], (2,))
+
+
+# ---------------------------------------------------------------------------------------------------------------- traffic
+
+N, WIDTH = 64, 3
+
+
+def traffic(function: Callable[..., Any]) -> tuple[Any, list[str], int, list[str], int]:
+    ours = x(N, WIDTH).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0)).detach().requires_grad_()
+    with comms() as there:
+        out = function(ours)
+    first = out[0] if isinstance(out, tuple) else out
+    total = first.sum() if first.requires_grad else None
+    with comms() as back:
+        if total is not None:
+            total.backward()
+    return first.sbp[0].short, [t.kind for t in there], sum(t.bytes for t in there), [t.kind for t in back], sum(t.bytes for t in back)
+
+
+ROWS = 3 * WIDTH * 8  # bytes that the other three of four ranks give, one row each
+FORWARD, BACKWARD = ["all_gather"], ["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("function", "sbp", "forward", "rows", "backward"),
+    [
+        (torch.cumsum, "S(0)", FORWARD, 1, BACKWARD), (torch.cumprod, "S(0)", FORWARD, 1, BACKWARD), (torch.logcumsumexp, "S(0)", FORWARD, 1, BACKWARD),
+        (torch.cummax, "S(0)", 2 * FORWARD, 2, BACKWARD), (torch.max, "B", 2 * FORWARD, 2, BACKWARD), (torch.argmin, "B", 2 * FORWARD, 2, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_total_of_each_part_is_all_that_moves(function: Any, sbp: str, forward: list[str], rows: int, backward: list[str]) -> None:
+    for found in simulate(4, traffic, partial(function, dim=0)):
+        assert found == (sbp, forward, rows * ROWS, backward, ROWS * len(backward))
+
+
+def test_topk_moves_its_candidates() -> None:
+    for found in simulate(4, traffic, partial(torch.topk, k=2, dim=0)):
+        assert found == ("B", 2 * ["exchange"], 2 * 2 * ROWS, ["exchange"], 2 * ROWS)
+
+
+def test_argmax_of_all_moves_two_numbers() -> None:
+    assert simulate(4, traffic, torch.argmax) == [("B", 2 * FORWARD, 2 * 3 * 8, [], 0)] * 4
