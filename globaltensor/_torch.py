@@ -64,12 +64,18 @@ def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: A
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
 
 
+#: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask admits its fast path of nested tensors.
+admits_nesting = torch._nested_tensor_from_mask_left_aligned
+
+
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 
 
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
+#: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
+grouped_mm = [f for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)) if f is not None]
 #: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
 softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
@@ -116,6 +122,25 @@ def dual_functions() -> list[Any]:
 def vmap_functions() -> list[Any]:
     """How torch's older vmap marks the batch dim of a tensor."""
     return [torch._add_batch_dim, torch._remove_batch_dim]
+
+
+def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
+    """Let ``taken(inputs) -> (what is saved, note)`` and ``given(what was saved, note) -> inputs`` stand around how a checkpoint keeps its inputs.
+
+    It saves them as autograd saves tensors, so that a checkpoint around it may drop them and compute them again; in a tensor without storage autograd sees
+    no graph. Older torch saves them through a custom Function instead, and has no such methods.
+    """
+    from torch.utils.checkpoint import _CheckpointFrame as Frame
+
+    save, get = getattr(Frame, "save_inputs", None), getattr(Frame, "get_inputs", None)
+    if save is None or get is None:
+        return
+
+    def save_inputs(frame: Any, *inputs: Any) -> None:
+        parts, frame.note = taken(inputs)
+        save(frame, *parts)
+
+    Frame.save_inputs, Frame.get_inputs = save_inputs, lambda frame: given(get(frame), frame.note)  # type: ignore[method-assign]
 
 
 #: What GradScaler calls on the gradients of one device and dtype: it has no public name.

@@ -234,11 +234,14 @@ class Moved(Boxed):
         check_view(self.name, target)
         if target._pinned or target._aliased or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
-        locals_ = self.locals(tensors)
+        # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+            locals_ = self.locals(tensors)
+            if not self.outside:
+                locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         if self.outside:
             target._local = _elsewhere(self.outs, locals_)[0]
         else:
-            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
             these = iter(locals_)
             (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
             target._local = locals_[0]

@@ -1,6 +1,6 @@
 """The coverage report: torch's ops on global tensors. `make coverage` writes docs/coverage.md and docs/coverage.json.
 
-How an op *ran*: **native** where its rule kept an operand split or partial; **composite** where it is written with other global ops (torch's own Python
+How an op *ran*: **native** where its rule kept an operand split; **composite** where it is written with other global ops (torch's own Python
 body, or ours) and none of them made the largest operand whole; **own** where no data are needed (shapes, dtypes, functions without operands);
 **whole** where a rule wants every operand whole or the result's shape depends on data; **fallback** where no rule knows it: every operand is made whole,
 with a warning. The best of all samples and layouts counts.

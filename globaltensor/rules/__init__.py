@@ -7,5 +7,5 @@ from .registry import RULES, Rule, composite, pointwise, rule
 __all__ = ["RULES", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose", "composite", "pointwise", "rule"]
 
 # Each family declares its rules when imported.
-from . import attention, convolution, elementwise, gather, indexing, linalg, loss, matmul, multihead, nn, norm, order, pooling, random
-from . import rearrange, reduction, scan, shift, softmax, views
+from . import attention, convolution, elementwise, gather, indexing, kernels, linalg, loss, matmul, multihead, nn, norm, order, pooling, random
+from . import rearrange, reduction, scan, shift, softmax, statistics, views

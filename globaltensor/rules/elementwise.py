@@ -3,12 +3,12 @@
 from .registry import pointwise
 
 # Sums: partial operands stay partial when all operands are.
-pointwise("add sub rsub", linear="joint")
+pointwise("add sub subtract rsub", linear="joint")
 # Products: partial in one operand, the others broadcast.
 pointwise("mul multiply", linear="each")
 # Quotients: linear in the first operand.
 pointwise("div divide true_divide ldexp", linear="first")
-pointwise("neg negative conj resolve_conj resolve_neg real imag positive deg2rad rad2deg", linear="each")
+pointwise("neg negative conj conj_physical resolve_conj resolve_neg real imag positive deg2rad rad2deg", linear="each")
 # A choice by a mask is linear in the things chosen.
 pointwise("where", linear="rest")
 

@@ -336,7 +336,7 @@ def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> No
 # ---------------------------------------------------------------------------------------------------------------- shapes that depend on data
 
 
-@rule(["nonzero", "argwhere", "masked_select", "bincount", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
+@rule(["nonzero", "argwhere", "masked_select", "nonzero_static", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
 def _depends_on_data(op: Op, *args: Any, **kwargs: Any) -> None:
     op.whole_call = True
 

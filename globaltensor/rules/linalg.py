@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .notation import Arg, Op, align
 from .parts import canonical, dims_of, reduced, register, unless_empty
 from .registry import RULES, rule
@@ -45,6 +46,7 @@ _matrices("qr lu_factor", 2, outs=[2, 2])
 _matrices("inv_ex cholesky_ex", 2, outs=[2, 0])
 _matrices("lu_factor_ex ldl_factor_ex", 2, outs=[2, 1, 0])
 _matrices("svd", 2, outs=[2, 1, 2])
+_matrices("lu_with_info", 2, outs=[2, 1, 0], spaces=(_torch,))
 _matrices("lu", 2, outs=[2, 2, 2])
 _matrices("solve_triangular", 2, outs=[2])
 _matrices("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
@@ -62,6 +64,15 @@ _matrices("geqrf", 2, outs=[2, 1], spaces=(torch, Tensor))
 _matrices("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
 
 
+@rule([torch.lu])
+def _lu(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.compose(_lu_by_factor)
+
+
+def _lu_by_factor(A: Tensor, pivot: bool = True, get_infos: bool = False, out: Any = None) -> Any:
+    return (torch.linalg.lu_factor_ex if get_infos else torch.linalg.lu_factor)(A, pivot=pivot)
+
+
 def whole(names: str, *spaces: Any) -> None:
     """Functions that need all of every operand, on every rank: said once here, so that nobody is warned."""
     for name in names.split():
@@ -70,8 +81,24 @@ def whole(names: str, *spaces: Any) -> None:
                 register(function, lambda op, *args, **kwargs: None)
 
 
+def _drawn(op: Op, A: Arg, *args: Any, **kwargs: Any) -> None:
+    # These start from random numbers, which must be the same on all ranks that have the same matrices.
+    for a in op.args:
+        op.set(a, (*range(-a.ndim, -2), None, None))
+    lead = tuple(range(-A.ndim, -2))
+    op.out, op.random = [(*lead, None, None), (*lead, None), (*lead, None, None)], True
+
+
+rule([torch.svd_lowrank, torch.pca_lowrank])(_drawn)
+
+
 whole("lstsq tensorinv tensorsolve", torch.linalg)
-whole("histc orgqr lobpcg lstsq vander", torch, Tensor)
+whole("orgqr lstsq vander", torch, Tensor)
+
+
+@rule([torch.lobpcg])
+def _lobpcg(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.random = True
 
 
 @rule([torch.linalg.vander])

@@ -293,15 +293,26 @@ def _select(op: Op, input: Arg, dim: int, index: int) -> None:
     op.local = local
 
 
-def _diagonals(op: Op, input: Arg, first: int, second: int) -> None:
-    gone = {input.dim(first), input.dim(second)}
+def _diagonals(op: Op, input: Arg, offset: int, first: int, second: int) -> None:
+    rows, columns = input.dim(first), input.dim(second)
+    n, m = input.shape[rows], input.shape[columns]
+    # A dim that the diagonal runs through from end to end is the diagonal's: its places are split as the dim is.
+    along = [d for d, whole in ((rows, 0 <= offset <= m - n), (columns, m - n <= offset <= 0)) if whole]
+    along = [d for d in along if input.is_split(d)] or along
+    gone = {rows, columns} - set(along[:1])
     op.set(input, [None if k in gone else k for k in range(input.ndim)])
-    op.out, op.view = [(*[k for k in range(input.ndim) if k not in gone], None)], True
+    op.out, op.view = [(*[k for k in range(input.ndim) if k not in (rows, columns)], along[0] if along else None)], True
     passes(op)
 
+    def local(split: Split) -> Callable[..., torch.Tensor]:
+        shifted = offset + (split.box(rows)[0] if along[:1] == [rows] else -split.box(columns)[0] if along else 0)
+        return lambda input, *args, **kwargs: input.diagonal(shifted, rows, columns)
 
-rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, dim1, dim2))
-RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, dim1, dim2))
+    op.local = local
+
+
+rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, offset, dim1, dim2))
+RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, offset, dim1, dim2))
 
 
 @rule([torch.Tensor.unfold])
@@ -312,10 +323,53 @@ def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
     passes(op)
 
 
-@rule("as_strided")
+@rule(["as_strided", "as_strided_copy"])
 def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
-    op.out, op.view = [(None,) * len(size)], True
+    op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
     passes(op)
+
+
+@rule("as_strided_scatter")
+def _as_strided_scatter(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
+    op.out = [(None,) * input.ndim]
+    passes(op)
+
+
+# ---------------------------------------------------------------------------------------------------------------- copies of views
+
+
+def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
+    """``name`` is the view's elements in tensors of their own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen = view(*args, **kwargs)
+        if not copies:
+            return seen
+        return seen.clone() if isinstance(seen, torch.Tensor) else tuple(t.clone() for t in seen)
+
+    rule(name)(lambda op, *args, **kwargs: op.compose(run))
+
+
+def _sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    return input[(*[slice(None)] * (dim % input.ndim), slice(start, end, step))]
+
+
+def _expanded(input: Any, size: Sequence[int], *, implicit: bool = False) -> Any:
+    return input.expand(size)
+
+
+for _name in (
+    "diagonal", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "detach",
+):  # fmt: skip
+    _copied(_name + "_copy", getattr(torch.Tensor, _name))
+_copied("alias_copy", lambda input: input)
+_copied("expand_copy", _expanded)
+_copied("slice_copy", _sliced)
+for _name in ("view_as_real", "view_as_complex"):
+    _copied(_name + "_copy", getattr(torch, _name))
+for _name in ("chunk", "split", "split_with_sizes"):  # torch says of these that nobody writes into their results
+    _copied("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
+rule([torch.ops.aten.slice.Tensor])(lambda op, *args, **kwargs: op.compose(_sliced))
 
 
 # ---------------------------------------------------------------------------------------------------------------- casts
@@ -323,6 +377,7 @@ def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: A
 CASTS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64,
     "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128,
+    "chalf": torch.complex32,
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ Layouts = list[list[Sbp]]
 
 OPS = list(op_db)
 #: Signs that a sample's numbers are drawn, or its memory is not filled: then only shape and dtype can be compared.
-_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "empty", "rrelu", "fractional", "uniform", "exponential", "geometric", "cauchy")
+_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "empty", "rrelu", "fractional", "uniform", "exponential", "geometric", "cauchy", "lowrank")
 _DRAWS_IF_ASKED = ("multi_head_attention_forward", "scaled_dot_product_attention")
 TIMEOUT = 30.0
 
@@ -43,7 +43,7 @@ TIMEOUT = 30.0
 class Outcome:
     """How one call went. ``what``: forward, backward, in-place, out. ``how``: right, wrong, refused (an error of the library's own), error.
 
-    ``ran``: native (its rule kept some operand split or partial), composite (written with global ops, none of which made the largest operand whole),
+    ``ran``: native (its rule kept some operand split), composite (written with global ops, none of which made the largest operand whole),
     whole (an operand was made whole), fallback (no rule), own (no rule needed). ``uneven``: some split was not into equal parts.
     """
 
@@ -293,7 +293,7 @@ def _how_it_ran(largest: int) -> str:
         for p in boxed
         for r in p.routes
     )
-    kept = any(not e.is_broadcast for p in boxed for s in p.dst for e in s.layout)
+    kept = any(e.is_split for p in boxed for s in p.dst for e in s.layout)
     if kept and not (through and gathered):
         return "composite" if through else "native"
     return "whole" if boxed or any(isinstance(p, Whole) for p in plans.values()) else "own"
