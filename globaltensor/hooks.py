@@ -1,4 +1,4 @@
-"""Hooks on gradients: of tensors, of leaves whose gradient is complete, and torch's full backward hooks of modules.
+"""Hooks on gradients: of tensors, of leaves whose gradient is complete, torch's full backward hooks of modules. And what checkpoints keep.
 
 Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the dual of its sbp says, so that its values read as on one
 device. Whoever hooks in looks at gradients on their way, so none may be owed anything (rules/quotient.py): `reducer.watch`.
@@ -115,5 +115,26 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     return tuple(outs)
 
 
+# ---------------------------------------------------------------------------------------------------------------- inputs of checkpoints
+
+Note = list[tuple[Spec, Callable[[], Any]] | None]
+
+
+def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
+    """The inputs of a checkpoint, the parts of global ones in their place, and what these were."""
+    note: Note = [(t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs]
+    return [t._local if isinstance(t, GlobalTensor) else t for t in inputs], note
+
+
+def _given(parts: Sequence[Any], note: Note) -> list[Any]:
+    """The inputs again. One that is still there is itself: a parameter stays a parameter."""
+    inputs = []
+    for part, was in zip(parts, note, strict=True):
+        known = was[1]() if was is not None else None
+        inputs.append(part if was is None else known if known is not None and known._local is part else GlobalTensor.wrap(part, was[0]))
+    return inputs
+
+
 def install() -> None:
     _torch.wrap_module_identity(_around_module)
+    _torch.wrap_checkpoint_inputs(_taken, _given)
