@@ -695,6 +695,27 @@ def test_nested_checkpoints_and_hooks() -> None:
     gradients_agree(plain, ours)
 
 
+@pytest.mark.parametrize("table", list(TABLES))
+def test_reentrant_checkpoints(table: str) -> None:
+    """A backward pass within a backward pass, with a mean whose count is still on its way, and leaves on either side."""
+    target = torch.tensor([0, 1, -100, 2, -100])
+
+    def run() -> None:
+        plain, ours = twins(table)
+        data = values(5, 4)
+        ends = []
+        for model, x, t in ((plain, data.clone().requires_grad_(), target), (ours, leaf(data, S(0)), leaf(target, S(0)))):
+            for _ in range(2):
+                y = checkpoint(model[1], model[0](x), use_reentrant=True)
+                F.cross_entropy(checkpoint(lambda h, model=model: model[3](model[2](h)), y, use_reentrant=True), t).backward()
+                F.cross_entropy(checkpoint(model, x, use_reentrant=True), t).backward()
+            ends.append(x.grad)
+        same(ends[1], ends[0])
+        gradients_agree(plain, ours)
+
+    simulate(2, run)
+
+
 # ---------------------------------------------------------------------------------------------------------------- torch.func, forward mode
 
 

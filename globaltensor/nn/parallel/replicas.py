@@ -143,5 +143,6 @@ class _Mean(reducer.LeafGradient):
     def settle(self) -> torch.Tensor | None:
         grad = self.take() if self.local.grad is not None else None
         if grad is not None:
-            self.put(world().comm(self.ranks).all_reduce(grad.contiguous()))
+            kind = reducer.dtype_of_sum(grad, self.reduce_dtype)
+            self.put(world().comm(self.ranks).all_reduce(grad.contiguous().to(kind)).to(grad.dtype))
         return self.value
