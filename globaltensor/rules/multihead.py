@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _torch
 from .notation import Op
 from .parts import register
 
@@ -98,3 +99,10 @@ def _describe(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 register(F.multi_head_attention_forward, _describe)
+
+
+def _never(op: Op, *args: Any) -> None:
+    op.composite = lambda *args: False
+
+
+register(_torch.admits_nesting, _never)
