@@ -13,6 +13,7 @@ from support.oracle import check, close
 from support.pool import run_on
 
 import globaltensor as flow
+from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.sbp import Sbp, broadcast, split
@@ -47,6 +48,13 @@ BEST: list[tuple[Any, ...]] = [
     *[(partial(torch.topk, k=k, dim=d, largest=b), x(5, 4)) for k in (0, 1, 3, 4) for d in (0, 1) for b in (False, True)],
     (partial(torch.topk, k=2), x(2)),
 ]  # fmt: skip
+SORTS: list[tuple[Any, ...]] = [
+    *[(partial(torch.sort, dim=0, descending=b), t) for b in (False, True) for t in (x(9, 2), x(7), ties, ids(3, 8), x(2), x(9).float(), x(3, 0, 2))],
+    *[(partial(torch.sort, dim=0), (ids(250, 9) - n).to(t)) for n, t in ((0, torch.uint8), (125, torch.int8), (125, torch.int32), (125, torch.int16))],
+    (partial(torch.sort, dim=0), (ids(9, 9) - 5) * (1 << 60)), (partial(torch.sort, dim=0), ids(2, 7).bool()), (partial(torch.sort, dim=0, stable=True), ties),
+    (torch.sort, x(2, 7)), (partial(torch.argsort, dim=0), ties), (partial(torch.argsort, descending=True), x(6)), (torch.msort, x(7, 2)),
+    (partial(torch.sort, dim=1), x(2, 5, 3)),
+]  # fmt: skip
 
 
 def name(row: tuple[Any, ...]) -> str:
@@ -54,17 +62,18 @@ def name(row: tuple[Any, ...]) -> str:
     return f"{getattr(row[0], 'func', row[0]).__name__} {given} {row[1].dtype} {tuple(row[1].shape)}"
 
 
-@pytest.mark.parametrize("row", SCANS + BEST, ids=name)
+@pytest.mark.parametrize("row", SCANS + BEST + SORTS, ids=name)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, kwargs = (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
     met = check(function, row[1], most=30, **kwargs)
-    d = kwargs.get("dim", 0) % row[1].ndim
+    d = kwargs.get("dim", -1 if row in SORTS and function is not torch.msort else 0) % row[1].ndim
     assert any(f"S({d})" in text.split(" -> ")[0] for text in met)
 
 
-@pytest.mark.parametrize("row", SCANS + BEST, ids=name)
+@pytest.mark.parametrize("row", SCANS + BEST + SORTS, ids=name)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
-    compare(*row, draws=3)
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):  # or it would not pay for so few elements
+        compare(*row, draws=3)
 
 
 @pytest.mark.parametrize("function", [torch.Tensor.cumsum_, torch.Tensor.cumprod_], ids=lambda f: f.__name__)
@@ -91,8 +100,26 @@ def on_special(functions: list[Any]) -> None:
 def test_nans_infinities_and_equals() -> None:
     functions = [torch.argmax, torch.argmin]
     functions += [partial(f, dim=0) for f in (torch.cummax, torch.cummin, torch.max, torch.min, torch.argmax, torch.cumsum, torch.cumprod, torch.logcumsumexp)]
-    for n in (2, 3, 4, 7):
-        simulate(n, on_special, functions)
+    functions += [partial(f, dim=0, descending=b) for f in (torch.sort, torch.argsort) for b in (False, True)]
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):
+        for n in (2, 3, 4, 7):
+            simulate(n, on_special, functions)
+
+
+def on_halves(dtype: torch.dtype) -> None:
+    placement = flow.placement.all("cpu")
+    for row in [*SPECIAL, x(9).tolist()]:
+        plain = torch.tensor(row, dtype=dtype)
+        for f in (partial(torch.sort, descending=b) for b in (False, True)):
+            for w, g in zip(f(plain), f(plain.to_global(placement, B).to_global(sbp=S(0))), strict=True):
+                assert g.sbp == (S(0),)
+                close(full(g), w, f"{f} of {row}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sorting_narrow_types(dtype: torch.dtype) -> None:
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):
+        simulate(3, on_halves, dtype)
 
 
 def twice(function: Callable[..., Any], whole: torch.Tensor, layout: list[Sbp], grid: tuple[int, ...]) -> None:
@@ -112,16 +139,18 @@ def twice(function: Callable[..., Any], whole: torch.Tensor, layout: list[Sbp], 
 
 SMOOTH = [
     *[(partial(f, dim=0), t) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.max) for t in (x(7, 3), x(2, 3))],
-    (partial(torch.topk, k=2, dim=0), x(7, 3)), (partial(torch.cumprod, dim=0), zeros),
+    (partial(torch.sort, dim=0), x(7, 3)), (partial(torch.sort, dim=0), x(2, 2)), (partial(torch.topk, k=2, dim=0), x(7, 3)),
+    (partial(torch.cumprod, dim=0), zeros),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SMOOTH, ids=name)
 def test_gradients_of_gradients(row: tuple[Any, ...]) -> None:
-    simulate(2, twice, *row, [S(0)], (2,))
-    simulate(5, twice, *row, [S(0)], (5,))
-    simulate(4, twice, *row, [S(0), S(0)], (2, 2))
-    simulate(4, twice, *row, [S(1), S(0)], (2, 2))
+    with use_cluster(Cluster(launch=0.0, latency=0.0)):
+        simulate(2, twice, *row, [S(0)], (2,))
+        simulate(5, twice, *row, [S(0)], (5,))
+        simulate(4, twice, *row, [S(0), S(0)], (2, 2))
+        simulate(4, twice, *row, [S(1), S(0)], (2, 2))
 
 
 def test_on_processes() -> None:
@@ -170,3 +199,24 @@ def test_topk_moves_its_candidates() -> None:
 
 def test_argmax_of_all_moves_two_numbers() -> None:
     assert simulate(4, traffic, torch.argmax) == [("B", 2 * FORWARD, 2 * 3 * 8, [], 0)] * 4
+
+
+def sort_traffic(n: int, function: Callable[..., Any], width: int) -> tuple[Any, list[str], int]:
+    shape = (n, width) if width else (n,)
+    ours = x(*shape).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
+    with comms() as log:
+        out = function(ours)
+    return (out if isinstance(out, torch.Tensor) else out[0]).sbp[0].short, [t.kind for t in log if t.kind != "all_reduce"], sum(t.bytes for t in log)
+
+
+@pytest.mark.parametrize("function", [partial(torch.sort, dim=0), partial(torch.argsort, dim=0), torch.msort], ids=str)
+def test_a_long_sort_gathers_nothing(function: Any) -> None:
+    n = 1 << 18
+    for short, kinds, nbytes in simulate(4, sort_traffic, n, function, 0):
+        assert (short, kinds) == ("S(0)", ["all_gather"] * 2 + ["all_to_all"] * 3)
+        assert nbytes < 1.05 * 3 * n * 8 / 4, "each element goes to its place: its key, its value, its index"
+
+
+def test_many_lanes_are_dealt_out_and_few_elements_gathered() -> None:
+    assert {found[0] for found in simulate(4, sort_traffic, 64, partial(torch.sort, dim=0), 4096)} == {"S(1)"}
+    assert {tuple(found[1]) for found in simulate(4, sort_traffic, 64, partial(torch.sort, dim=0), 0)} == {("all_gather",)}

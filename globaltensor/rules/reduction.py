@@ -214,9 +214,6 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
     rule(names.split())(describe)
 
 
-_along("argsort", default=-1)
-_along("msort", default=0)
-_along("sort", results=2, default=-1)
 _along("median nanmedian", results=2, reduces=True)
 _along("mode", results=2, default=-1, reduces=True)
 _along("kthvalue", results=2, default=-1, reduces=True, at=2)

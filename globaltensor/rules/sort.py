@@ -1,0 +1,201 @@
+"""sort, argsort and msort. Along a split dim without gathering it: a sample sort whose splitters are exact, so that the result lies balanced.
+
+Each rank sorts its part; a search for the elements that stand at the ranks' borders in the whole order (a few bits of them a round, counts summed up)
+tells where to cut it; one all-to-all brings every rank the pieces it holds in the result, which it merges. Stable in every case. Where many lanes
+are sorted side by side it is cheaper to split those, and for few elements to gather them: the price decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..boxing.halo import share
+from ..cluster import current_cluster
+from ..distributed.world import world
+from .choose import Choice
+from .notation import Arg, Op, Split
+from .parts import canonical, dims_of, reduced, split_in
+from .registry import rule
+from .scan import Place
+
+__all__: list[str] = []
+
+_BITS = 4  # of a key that one round of the search settles
+_COMPARISON = 1e-9  # seconds of sorting for each element and level
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
+
+def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
+    """Integers in the order in which ``x`` is sorted (a NaN is the largest, both zeros are equal) -> (int64, how many bits they have)."""
+    if x.dtype.is_floating_point:
+        x = x.float() if x.dtype.itemsize < 4 else x
+        whole, bits = (torch.int64, 64) if x.dtype == torch.float64 else (torch.int32, 32)
+        raw = (x + 0.0).view(whole)  # -0.0 + 0.0 is 0.0
+        keys = torch.where(raw < 0, raw ^ torch.iinfo(whole).max, raw)
+        keys = torch.where(x.isnan(), torch.iinfo(whole).max, keys).long()
+    else:
+        keys, bits = x.long(), 8 * x.dtype.itemsize + (x.dtype == torch.uint8) * _BITS  # a number without sign needs a bit more
+    return (~keys if descending else keys), bits
+
+
+def _searched(lanes: Tensor, bits: int, targets: list[int], ranks: tuple[int, ...]) -> Tensor:
+    """The key that stands at each of ``targets`` in the order of all ranks' keys, for sorted ``lanes`` [lanes, here] -> [lanes, targets]."""
+    comm = world().comm(ranks)
+    digits = torch.arange(1 << _BITS, device=lanes.device)
+    least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
+    found = least.expand(lanes.shape[0], len(targets)).contiguous()
+    goal = torch.tensor(targets, device=lanes.device).unsqueeze(-1)
+    for shift in range(bits - _BITS, -1, -_BITS):
+        candidates = found.unsqueeze(-1) + (digits << shift)
+        smaller = comm.all_reduce(torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape))
+        # Of the first candidate there are never too many smaller ones.
+        digit = (smaller <= goal).sum(-1) - 1
+        found = found + (digit << shift)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- the exchange
+
+
+class _Route(NamedTuple):
+    """Which elements go where. ``order``: the local elements (lanes in a row) in the order in which they are sent, ``sends`` to each rank; ``receives``
+    from each; ``places``: which of those received is each element of the result."""
+
+    ranks: tuple[int, ...]
+    order: Tensor
+    sends: list[int]
+    receives: list[int]
+    places: Tensor
+
+
+def _there(flat: Tensor, route: _Route) -> Tensor:
+    came = world().comm(route.ranks).all_to_all(flat[route.order].split(route.sends), route.receives, fresh=False)
+    return torch.cat(came)
+
+
+class _Routed(torch.autograd.Function):
+    """Elements in the order of a route; ``back``: from there to where they were."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, route: _Route, back: bool) -> Tensor:
+        ctx.route, ctx.back = route, back
+        if not back:
+            return _there(flat, route)[route.places]
+        received = torch.empty_like(flat)
+        received[route.places] = flat
+        came = torch.cat(world().comm(route.ranks).all_to_all(received.split(route.receives), route.sends, fresh=False))
+        out = torch.empty_like(came)
+        out[route.order] = came
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back), None, None  # type: ignore[no-untyped-call]
+
+
+def _planned(keys: Tensor, bits: int, place: Place, ends: list[int]) -> _Route:
+    """The route of ``keys`` [lanes, here] to ranks whose parts of the result end at ``ends``."""
+    lanes, here = keys.shape
+    local, order = keys.sort(dim=1, stable=True)
+    total = sum(place.lengths)
+    inner = [e for e in ends[:-1] if e < total]  # the element at each of these is the first of another rank
+    cuts = torch.full((lanes, len(ends) - 1), here, device=keys.device)
+    if inner:
+        first = _searched(local, bits, inner, place.ranks)
+        less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
+        every = share(torch.stack([less, upto - less]), place.ranks)
+        # Of those equal to it, the ranks' in turn, as many as still fit in front.
+        short = torch.tensor(inner, device=keys.device) - every[:, 0].sum(0)
+        mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
+        cuts[:, : len(inner)] = less + mine
+    counts = torch.cat([cuts, torch.full((lanes, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(lanes, 1))
+    every = share(counts, place.ranks)  # [from, lanes, to]
+    towards = torch.searchsorted(cuts, torch.arange(here, device=keys.device).expand(lanes, here).contiguous(), right=True)
+    flat = (order + torch.arange(lanes, device=keys.device).unsqueeze(1) * here).flatten()
+    sending = flat[towards.flatten().sort(stable=True).indices]
+    sizes = every.sum(1).tolist()
+    route = _Route(place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], flat)
+    came = _there(keys.flatten(), route)
+    lane = torch.cat([torch.arange(lanes, device=keys.device).repeat_interleave(c) for c in every[:, :, place.index].unbind(0)])
+    # By key, and among equals in the order in which they came: that of the ranks, and on each that of its elements. Then lane by lane.
+    by_key = came.sort(stable=True).indices
+    return route._replace(places=by_key[lane[by_key].sort(stable=True).indices])
+
+
+def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    place, out = Place.of(split, d), split.outs[0]
+    ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.movedim(d, -1)
+        shape = (*rows.shape[:-1], split.out_shape()[d])
+        if not (count := math.prod(rows.shape[:-1])):
+            return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(split.out_shape(), dtype=torch.int64)
+        lanes = rows.reshape(count, place.length).contiguous()
+        keys, bits = keys_of(lanes.detach(), descending)
+        route = _planned(keys, bits, place, ends)
+        at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(lanes.shape)
+        values = _Routed.apply(lanes.flatten(), route, False)  # type: ignore[no-untyped-call]
+        places = _there(at.flatten(), route)[route.places]
+        return values.view(shape).movedim(-1, d), places.view(shape).movedim(-1, d)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]) -> None:
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        x, dim, descending = _bind(*args, **canonical(kwargs))
+        dims = dims_of(x, default if dim is None else dim)
+        reduced(op, x, dims, True, None, results)
+        if not split_in(x, dims) or x.dtype.is_complex or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            return
+        d = dims[0]
+        op.whole, op.exchanges = set(), {d}
+        op.out = [op.dims[x.index]] * results
+        op.traffic = lambda choice: _seconds(choice, d)
+
+        def local(split: Split) -> Callable[..., Any]:
+            if not split.is_split(d):
+                return getattr(torch, name)  # type: ignore[no-any-return]
+            run = _sorted(split, d, descending)
+            return lambda input, *args, **kwargs: make(run(input))
+
+        op.local = local
+
+    rule(name)(describe)
+
+
+def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = False) -> tuple[Arg, int | None, bool]:
+    if isinstance(dim, bool):  # the form that begins with `stable` has no other positions
+        raise TypeError("a flag in the place of dim")
+    return input, dim, descending
+
+
+def _seconds(choice: Choice, d: int) -> float:
+    """Sorting what a rank then has, and, where the dim is split, the search and the exchange."""
+    spec, cluster = choice.ins[0], current_cluster()
+    here, n = max(1, spec.local_numel()), spec.shape[d]
+    seconds = _COMPARISON * here * math.log2(n + 1)
+    if d not in choice.factors:
+        return seconds
+    ranks = spec.placement.fiber(spec.placement.flat[0], choice.factors[d])
+    lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
+    rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
+    counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
+    # Values, places and keys go; and the gradient of the values comes back.
+    return 2 * seconds + rounds * counted + 3 * cluster.seconds("all_to_all", here * 8, ranks)
+
+
+_declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
+_declare("argsort", 1, -1, lambda found: found[1])
+_declare("msort", 1, 0, lambda found: found[0])
