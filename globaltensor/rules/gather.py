@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .notation import Arg, Op, Split, align
+from .parts import unless_empty
 from .registry import RULES, rule
 from .views import each_spelling, identity
 
@@ -295,16 +296,22 @@ def _embedding_by_name(weight: Any, indices: Any, padding_idx: int = -1, scale_g
 
 
 @rule([F.embedding_bag])
-def _embedding_bag(op: Op, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, *args: Any, **kwargs: Any) -> None:
-    op.out = [(None, None)]
-    if input.ndim != 2 or offsets is not None or max_norm is not None or True in args or kwargs.get("scale_grad_by_freq"):
+def _embedding_bag(
+    op: Op, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+    mode: str = "mean", *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    op.out = [(None, "width")]
+    if max_norm is not None:  # changes rows by their norm
+        op.out = [(None, None)]
         return
-    op.out = [("bags", "width")]
-    op.set(input, ("bags", None))
     op.set(weight, (None, "width"))
-    for a in op.args[2:]:
-        op.set(a, ("bags", None))
-    op.linear = [frozenset([weight.index])] if "max" not in (*args, kwargs.get("mode")) else []
+    if input.ndim == 2 and offsets is None and not scale_grad_by_freq:
+        op.out = [("bags", "width")]
+        op.set(input, ("bags", None))
+        for a in op.args[2:]:
+            op.set(a, ("bags", None))
+    op.linear = [frozenset([weight.index])] if mode != "max" else []
+    op.local = unless_empty(op, F.embedding_bag)
 
 
 @rule([F.one_hot])

@@ -6,6 +6,7 @@ before it is picked. Writing picks nothing: each rank writes what falls into its
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -314,20 +315,35 @@ def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[in
 
 def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
     def describe(op: Op, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
-        if accumulate:
-            raise TypeError("accumulate=True")
+        if accumulate and any(i is None for i in indices):
+            raise TypeError("accumulate=True with a dim that no index is for")
         op.composite = function
 
     return describe
 
 
+def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
+    """Values added at places that may repeat: the indexed dims as one, and its rows added to."""
+    places = torch.broadcast_tensors(*_plainer(tuple(indices)))
+    sizes, rest = input.shape[: len(places)], tuple(input.shape[len(places) :])
+    row: Any = 0
+    for i, n in zip(places, sizes, strict=True):
+        row = row * n + torch.where(i < 0, i + n, i)
+    for i, n in zip(places, sizes, strict=True):  # what is out of range in one dim must not fall into another row
+        row = torch.where((i < -n) | (i >= n), math.prod(sizes), row)
+    values = values.expand(*places[0].shape, *rest).reshape(-1, *rest)
+    return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)
+
+
 def _index_put_into(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    if accumulate:
+        return input.copy_(_accumulated(input, indices, values))
     input[tuple(slice(None) if i is None else i for i in indices)] = values
     return input
 
 
 def _index_put_as_setitem(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    return _index_put_into(input.clone(), indices, values)
+    return _accumulated(input, indices, values) if accumulate else _index_put_into(input.clone(), indices, values)
 
 
 rule([torch.index_put, torch.Tensor.index_put])(_index_put(_index_put_as_setitem))

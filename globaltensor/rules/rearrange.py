@@ -40,8 +40,12 @@ def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
 
 @rule("repeat_interleave")
 def _repeat_interleave(op: Op, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
+    if repeats is None:  # repeat_interleave(repeats): how many places there are is data
+        op.whole_call = True
+        return
     if not isinstance(repeats, int):
-        raise TypeError("repeats that differ from element to element need the whole tensor")
+        op.composite = _repeat_each
+        return
     if dim is None and input.ndim != 1:
         op.composite = lambda input, repeats, dim=None, **kwargs: input.flatten().repeat_interleave(repeats, 0)
         return
@@ -52,6 +56,15 @@ def _repeat_interleave(op: Op, input: Arg, repeats: Any = None, dim: int | None 
         op.whole.add(d)
     op.local = lambda split: lambda input, *args, **kwargs: input.repeat_interleave(repeats, d)
     passes(op)
+
+
+def _repeat_each(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+    """As often as ``repeats`` says of each: picked by places, so only the counts are made whole."""
+    x, d = (input.flatten(), 0) if dim is None else (input, dim)
+    counts = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
+    if counts.shape[0] != x.shape[d]:
+        raise RuntimeError(f"repeats must have the same size as input along dim, but got repeats.size(0) = {counts.shape[0]} and {x.shape[d]}")
+    return x.index_select(d, torch.repeat_interleave(counts))
 
 
 # ---------------------------------------------------------------------------------------------------------------- join
