@@ -1,7 +1,7 @@
 """``flow.parallelize(model, placement, plan)``: a model written for one device becomes global, by the name of a plan.
 
-A plan says which sbp each parameter has, nothing else; any choice computes the same, since the data moves where the algebra needs it. So the names are
-recipes for speed and memory: who holds what, and which activations then stay where they are.
+A plan says which sbp each parameter has, and of some layers that their results are made whole at once. Any choice computes the same, since the data moves
+where the algebra needs it: the names are recipes for speed and memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,11 +19,16 @@ from .errors import SbpError
 from .modules import SbpChoice, module_to_global
 from .placement import Placement
 from .sbp import Sbp, broadcast, split
+from .wrapper import GlobalTensor
 
 __all__ = ["PLANS", "parallelize"]
 
-#: sbp of one tensor on one axis of the placement: (model, size of the axis) -> (path, tensor) -> sbp.
-Recipe = Callable[[nn.Module, int], Callable[[str, torch.Tensor], Sbp]]
+
+class Recipe(NamedTuple):
+    """A plan on one axis of the placement."""
+
+    sbp: Callable[[str, torch.Tensor], Sbp]  # of a parameter, by its path
+    whole: Sequence[nn.Module] = ()  # whose results are not left partial or split by features
 
 
 def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | Sequence[str]) -> nn.Module:
@@ -56,9 +61,28 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
 
     def layout(path: str, tensor: torch.Tensor) -> list[Sbp]:
-        return [broadcast if path in buffers else recipe(path, tensor) for recipe in recipes]
+        return [broadcast if path in buffers else recipe.sbp(path, tensor) for recipe in recipes]
 
-    return module_to_global(model, placement, layout)
+    module_to_global(model, placement, layout)
+    for axis, recipe in enumerate(recipes):
+        for module in recipe.whole:
+            module.register_forward_hook(Whole(axis))
+    return model
+
+
+class Whole:
+    """A forward hook: on this axis every rank has the module's whole result, by one all-reduce of what is partial or one gather of split features."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, GlobalTensor) or len(output.sbp) <= self.axis:
+            return None
+        entry = output.sbp[self.axis]
+        if not entry.is_partial and not (entry.is_split and entry.dim == output.dim() - 1):
+            return None
+        return output.to_global(sbp=[broadcast if a == self.axis else e for a, e in enumerate(output.sbp)])
 
 
 def _names(plan: Any, axes: int) -> list[str] | None:
@@ -82,11 +106,11 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     return given
 
 
-def _data(model: nn.Module, size: int) -> Callable[[str, torch.Tensor], Sbp]:
-    return lambda path, tensor: broadcast
+def _data(model: nn.Module, size: int) -> Recipe:
+    return Recipe(lambda path, tensor: broadcast)
 
 
-def _fsdp(model: nn.Module, size: int) -> Callable[[str, torch.Tensor], Sbp]:
+def _fsdp(model: nn.Module, size: int) -> Recipe:
     def choose(path: str, tensor: torch.Tensor) -> Sbp:
         """The first dim that gives every rank an equal part; else the longest."""
         if not tensor.dim():
@@ -94,31 +118,43 @@ def _fsdp(model: nn.Module, size: int) -> Callable[[str, torch.Tensor], Sbp]:
         even = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
         return split(max(range(tensor.dim()), key=lambda d: tensor.shape[d]) if even is None else even)
 
-    return choose
+    return Recipe(choose)
 
 
-def _tensor(model: nn.Module, size: int) -> Callable[[str, torch.Tensor], Sbp]:
-    roles = _planned(model) or dict(_structured(model))
+def _tensor(model: nn.Module, size: int) -> Recipe:
+    parts = list(_planned(model) or _structured(model) or _largest(model))
+    dims = {part.path: part.dim for part in parts}
+    whole = {id(part.module): part.module for part in parts if part.whole}
 
     def choose(path: str, tensor: torch.Tensor) -> Sbp:
-        dim = roles.get(path)
-        return broadcast if dim is None else split(dim)
+        return split(dims[path]) if path in dims else broadcast
 
-    return choose
+    return Recipe(choose, list(whole.values()))
 
 
-#: The plans by name.
-PLANS: dict[str, Recipe] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor}
+#: The plans by name: (model, size of the axis) -> recipe.
+PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor}
+
+
+class _Part(NamedTuple):
+    """A parameter that is split."""
+
+    path: str
+    dim: int
+    module: nn.Module
+    whole: bool  # the module's result is made whole
+
 
 # ---------------------------------------------------------------------------------------------------------------- what a model says itself
 
 
-def _planned(model: nn.Module) -> dict[str, int]:
-    """The dim that each parameter is split along, by the model's own ``tp_plan`` {path pattern of a module or parameter: style}; {} if it has none."""
+def _planned(model: nn.Module) -> list[_Part]:
+    """By the model's own ``tp_plan`` {path pattern of a module or parameter: style}; nothing if it has none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    found: dict[str, int] = {}
+    found: list[_Part] = []
     if not isinstance(plan, Mapping):
         return found
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # its logits stay split by words: cross-entropy takes them so
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -128,7 +164,8 @@ def _planned(model: nn.Module) -> dict[str, int]:
             style = style or next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
             dim = _dim_of(module, name, parameter, str(style or ""))
             if dim is not None:
-                found[full] = dim
+                whole = "colwise" not in str(style) or ("gather" in str(style) and module is not head)
+                found.append(_Part(full, dim, module, whole))
     return found
 
 
@@ -167,22 +204,35 @@ class _Layer:
         self.path, self.module = path, module
         self.outputs, self.inputs = weight.shape[_outputs(module, weight)], weight.shape[_inputs(module, weight)]
 
-    def split(self, role: str) -> Iterator[tuple[str, int]]:
+    def column(self, whole: bool = False) -> Iterator[_Part]:
+        """Split by outputs."""
         for name, parameter in self.module._parameters.items():
-            if parameter is not None and role == "column":
-                yield f"{self.path}.{name}", _outputs(self.module, parameter)
-            elif parameter is not None and parameter.dim() > 1:
-                yield f"{self.path}.{name}", _inputs(self.module, parameter)
+            if parameter is not None:
+                yield _Part(f"{self.path}.{name}".lstrip("."), _outputs(self.module, parameter), self.module, whole)
+
+    def row(self) -> Iterator[_Part]:
+        """Split by inputs; the bias is not."""
+        for name, parameter in self.module._parameters.items():
+            if parameter is not None and parameter.dim() > 1:
+                yield _Part(f"{self.path}.{name}".lstrip("."), _inputs(self.module, parameter), self.module, True)
 
 
-def _structured(model: nn.Module) -> Iterator[tuple[str, int]]:
+def _structured(model: nn.Module) -> list[_Part]:
     """Column-then-row pairs, found by who stands beside whom: in a block of a repeated list of layers, what widens or makes heads comes before what closes."""
     linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear) or (_transposed(m) and hasattr(m, "weight"))]
+    found: list[_Part] = []
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:
             families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.path.rpartition(".")[0])]
-            yield from _paired(families)
-    yield from _vocabulary(model, linears)
+            found += _paired(families)
+    return [*found, *_vocabulary(model, linears)]
+
+
+def _largest(model: nn.Module) -> Iterator[_Part]:
+    """Of a model without such pairs (a convolutional one) the largest linear layer alone, by its outputs: mostly the classifier (Krizhevsky 2014)."""
+    linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if linears:
+        yield from max(linears, key=lambda layer: layer.outputs * layer.inputs).column()
 
 
 def _scope(path: str) -> str:
@@ -192,24 +242,26 @@ def _scope(path: str) -> str:
     return ".".join(parts[: last + 1])
 
 
-def _paired(families: list[list[_Layer]]) -> Iterator[tuple[str, int]]:
+def _paired(families: list[list[_Layer]]) -> Iterator[_Part]:
     """``families``: the linear layers of a block, those of one parent together."""
     waiting: list[_Layer] = []  # columns whose row is still to come
     for i, family in enumerate(families):
         first, last = family[0], family[-1]
         if waiting and len(family) == 1 and _closes(waiting[0], last):
-            for layer in waiting:
-                yield from layer.split("column")
-            yield from last.split("row")
+            yield from _pair(waiting, last)
             waiting = []
         elif len(family) > 1 and _closes(first, last) and not _queries(family):
-            for layer in family[:-1]:
-                yield from layer.split("column")
-            yield from last.split("row")
+            yield from _pair(family[:-1], last)
             waiting = []
         else:
             after = families[i + 1] if i + 1 < len(families) else []
             waiting = family if len(after) == 1 and _closes(first, after[0]) and len({layer.inputs for layer in family}) == 1 else []
+
+
+def _pair(columns: Sequence[_Layer], row: _Layer) -> Iterator[_Part]:
+    for layer in columns:
+        yield from layer.column(whole=layer.outputs != columns[0].outputs or layer.outputs != row.inputs)
+    yield from row.row()
 
 
 def _closes(first: _Layer, last: _Layer) -> bool:
@@ -222,13 +274,13 @@ def _queries(family: list[_Layer]) -> bool:
     return len(family) == 3 and len({(layer.inputs, layer.outputs) for layer in family}) == 1
 
 
-def _vocabulary(model: nn.Module, linears: list[_Layer]) -> Iterator[tuple[str, int]]:
+def _vocabulary(model: nn.Module, linears: list[_Layer]) -> Iterator[_Part]:
     """The head that gives a logit for each word, and the tables of as many words."""
     tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
     words = {m.num_embeddings for _, m in tables} & {layer.outputs for layer in linears if not _scope(layer.path)}
     for layer in linears:
         if layer.outputs in words and not _scope(layer.path):
-            yield from layer.split("column")
+            yield from layer.column()
     for path, table in tables:
         if table.num_embeddings in words and not _scope(path):
-            yield f"{path}.weight", 0
+            yield _Part(f"{path}.weight", 0, table, True)

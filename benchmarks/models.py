@@ -1,0 +1,138 @@
+"""A training step of unmodified Hugging Face models: data parallel beside torch DDP, tensor parallel beside DTensor's `parallelize_module`.
+
+Random weights, small sizes, dropout off. DTensor splits the same pairs of projections as ours by columns and rows, on plain tensors between them, and the
+vocabulary where the embedding is not tied to the head (it breaks ties).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import transformers
+from common import Row, interleave, on_ranks, options, same_losses, show
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import globaltensor as flow
+
+WORDS = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+Batch = dict[str, Tensor]
+
+
+class Family:
+    """A model of transformers, and which of its layers are split by columns and by rows."""
+
+    def __init__(self, model: str, config: str, settings: dict[str, Any], columns: tuple[str, ...], rows: tuple[str, ...], tied: bool = False) -> None:
+        self.model, self.config, self.settings, self.columns, self.rows, self.tied = model, config, settings, columns, rows, tied
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return getattr(transformers, self.model)(getattr(transformers, self.config)(**self.settings)).train()  # type: ignore[no-any-return]
+
+    def batch(self, n: int, length: int) -> Batch:
+        """The same on every rank."""
+        draw = torch.Generator().manual_seed(1)
+        if "image_size" in self.settings:
+            side = self.settings["image_size"]
+            return {"pixel_values": torch.randn(n, 3, side, side, generator=draw), "labels": torch.randint(self.settings["num_labels"], (n,), generator=draw)}
+        ids = torch.randint(3, 256, (n, length), generator=draw)
+        return {"input_ids": ids, "labels": ids}
+
+    def dtensor(self) -> nn.Module:
+        model = self.build()
+        plan: dict[str, ParallelStyle] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name.endswith(self.columns):
+                plan[name] = ColwiseParallel()
+            elif isinstance(module, nn.Linear) and name.endswith(self.rows):
+                plan[name] = RowwiseParallel()
+            elif not self.tied and name.endswith("embed_tokens"):
+                plan[name] = RowwiseParallel(input_layouts=Replicate())
+            elif not self.tied and name == "lm_head":
+                plan[name] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        for module in model.modules():  # transformers reads the number of heads from the weights' widths
+            if hasattr(module, "num_attention_heads") and hasattr(module, "all_head_size"):
+                module.num_attention_heads //= dist.get_world_size()  # type: ignore[operator]
+                module.all_head_size //= dist.get_world_size()  # type: ignore[operator]
+        return model
+
+
+def families(hidden: int, layers: int) -> dict[str, Family]:
+    wide = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    return {
+        "llama": Family("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2, **wide, **WORDS},
+                        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")),
+        "gpt2": Family("GPT2LMHeadModel", "GPT2Config",
+                       {"n_embd": hidden, "n_layer": layers, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, (), ()),
+        "bert": Family("BertForMaskedLM", "BertConfig", {**wide, **STILL, **WORDS},
+                       ("query", "key", "value", "intermediate.dense"), ("attention.output.dense", "output.dense"), tied=True),
+        "vit": Family("ViTForImageClassification", "ViTConfig", {"image_size": 32, "patch_size": 4, "num_labels": 10, **wide, **STILL}, (), ()),
+    }  # fmt: skip
+
+
+def step_of(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    """A function that does one training step -> the loss. Plain and DTensor parameters cannot be in one group of the optimizer."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-4, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def mean(loss: Tensor) -> float:
+    total = loss.clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def compare(name: str, family: Family, mode: str, batch: Batch, rounds: int) -> Row:
+    everyone, size = flow.placement.all("cpu"), dist.get_world_size()
+    ours = flow.parallelize(family.build(), everyone, mode)
+    shared = {key: value.to_global(everyone, flow.sbp.broadcast) for key, value in batch.items()}  # type: ignore[attr-defined]
+    if mode == "data":
+        shared = {key: value.to_global(sbp=flow.sbp.split(0)) for key, value in shared.items()}
+        mine = {key: value.tensor_split(size)[dist.get_rank()] for key, value in batch.items()}
+        steps = {"ddp": step_of(DistributedDataParallel(family.build()), mine), "ours": step_of(ours, shared)}
+        same_losses({"ddp": lambda: mean(steps["ddp"]()), "ours": lambda: steps["ours"]().item()})
+    else:
+        steps = {"dtensor": step_of(family.dtensor(), batch), "ours": step_of(ours, shared)}
+        same_losses({"dtensor": lambda: steps["dtensor"]().item(), "ours": lambda: steps["ours"]().item()})
+    return Row(f"{name} {mode} step", interleave(steps, rounds, calls=3), "ms")
+
+
+def main() -> None:
+    chosen = options((__doc__ or "").splitlines()[0], steps=11)
+    on_ranks(chosen.nproc)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    flow.env.get_rank()
+    rows = []
+    for name, family in families(*((32, 1) if chosen.quick else (128, 4))).items():
+        batch = family.batch(4, 16) if chosen.quick else family.batch(8, 64)
+        for mode in ("data", "tensor") if family.columns else ("data",):
+            if chosen.only in f"{name} {mode}":
+                rows.append(compare(name, family, mode, batch, chosen.steps))
+    if dist.get_rank() == 0:
+        for base in ("ddp", "dtensor"):
+            if found := [row for row in rows if base in row.seconds]:
+                show(found, chosen.json, base)
+
+
+if __name__ == "__main__":
+    main()

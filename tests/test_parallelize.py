@@ -1,0 +1,207 @@
+"""flow.parallelize: who holds what under each plan, what it costs in collectives, and unmodified Hugging Face models that train as on one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
+from globaltensor.errors import SbpError
+
+transformers = pytest.importorskip("transformers", reason="needs globaltensor[hf]")
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+WORDS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **WORDS}
+WIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LENGTH = 12
+
+
+def text(n: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 99, (n, LENGTH))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def image(n: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(n, 3, 16, 16, dtype=torch.float64), "labels": torch.arange(n) % 7}
+
+
+def speech(n: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(n, 16, 2 * LENGTH, dtype=torch.float64), "labels": text(n)["labels"]}
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Tensor]]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
+             {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, text),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, text),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8, **DECODER}, text),
+    "bert": ("BertForMaskedLM", "BertConfig", {**WIDE, **STILL, **WORDS}, text),
+    "t5": ("T5ForConditionalGeneration", "T5Config",
+           {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "vocab_size": 99, "decoder_start_token_id": 0}, text),
+    "vit": ("ViTForImageClassification", "ViTConfig", {"image_size": 16, "patch_size": 4, "num_labels": 7, **WIDE, **STILL}, image),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig",
+                {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+                 "decoder_ffn_dim": 64, "num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH, "decoder_start_token_id": 1,
+                 "dropout": 0.0, **WORDS}, speech),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "experts_implementation": "eager", **DECODER}, text),
+}  # fmt: skip
+
+
+def build(family: str) -> nn.Module:
+    model, config, settings, _ = FAMILIES[family]
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(7)
+    return getattr(transformers, model)(getattr(transformers, config)(**settings)).double().train()  # type: ignore[no-any-return]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.to_global(sbp=[B] * x.placement.axes).to_local()  # type: ignore[attr-defined,no-any-return]
+
+
+def steps(model: nn.Module, batch: dict[str, Tensor]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(family: str, plans: list[tuple[Any, list[int] | list[list[int]], Any]], n: int) -> None:
+    """Some models have parts in float32, whose sums depend on their order: hence the tolerance."""
+    torch.manual_seed(n)
+    batch = FAMILIES[family][3](n)
+    plain = build(family)
+    want = steps(plain, batch)
+    for plan, ranks, sbp in plans:
+        placement = flow.placement("cpu", ranks)
+        model = build(family)
+        names = [name for name, _ in model.named_parameters()]
+        assert flow.parallelize(model, placement, plan) is model
+        assert [name for name, _ in model.named_parameters()] == names
+        shared = {key: value.to_global(placement, [B] * placement.axes).to_global(sbp=sbp) for key, value in batch.items()}  # type: ignore[attr-defined]
+        got = steps(model, shared)
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6, msg=lambda m, plan=plan: f"{family} {plan}: {m}")
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, at=(plan, name): f"{family} {at}: {m}")
+
+
+LINE = [0, 1]
+ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B])]
+ON_FOUR = [("hybrid", [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_as_on_one_device(family: str) -> None:
+    run_on(2, train, family, ON_TWO, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_as_on_one_device_on_a_grid(family: str) -> None:
+    run_on(4, train, family, ON_FOUR, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------- what a plan costs
+
+
+def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[str]]:
+    """The collectives of a forward and of a backward pass, those of the loss aside, by the ranks' traffic."""
+    FAMILIES[family][2]["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
+    torch.manual_seed(0)
+    batch, everyone = text(2), flow.placement.all("cpu")
+    model = flow.parallelize(build(family), everyone, plan)
+    shared = {key: value.to_global(everyone, B) for key, value in batch.items()}  # type: ignore[attr-defined]
+    if plan != "tensor":
+        shared = {key: value.to_global(sbp=S(0)) for key, value in shared.items()}  # type: ignore[attr-defined]
+    model(**shared)  # plans are made
+    here = world()
+    here.trace = forward = []
+    out = model.model(input_ids=shared["input_ids"]) if family == "llama" else model.bert(input_ids=shared["input_ids"])
+    here.trace = backward = []
+    out.last_hidden_state.to_global(sbp=B if plan == "tensor" else S(0)).sum().backward()
+    here.trace = None
+    return [t.kind for t in forward], [t.kind for t in backward]
+
+
+def tensor_plan(family: str) -> None:
+    one, two = collectives(family, "tensor", 1), collectives(family, "tensor", 2)
+    for fewer, more in zip(one, two, strict=True):
+        assert more.count("all_reduce") - fewer.count("all_reduce") == 2, (fewer, more)
+        assert set(more) == {"all_reduce"}, more
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_megatron_block_reduces_twice_each_way(family: str) -> None:
+    run_on(2, tensor_plan, family)
+
+
+def data_plan() -> None:
+    everyone = flow.placement.all("cpu")
+    model = flow.parallelize(build("llama"), everyone, "data")
+    ids = text(4)["input_ids"].to_global(everyone, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    with flow.no_boxing():
+        model(input_ids=ids)
+
+
+def test_data_parallel_forward_does_not_communicate() -> None:
+    run_on(2, data_plan)
+
+
+# ---------------------------------------------------------------------------------------------------------------- who holds what
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.classifier = nn.Sequential(nn.Dropout(), nn.Linear(4, 10))
+
+
+def held(model: Callable[[], nn.Module], plan: Any, ranks: Any) -> dict[str, str]:
+    placed = flow.parallelize(model(), flow.placement("cpu", ranks), plan)
+    return {name: " ".join(e.short for e in p.sbp) for name, p in [*placed.named_parameters(), *placed.named_buffers()]}
+
+
+def test_tensor_plan_by_structure() -> None:
+    encoder = functools.partial(nn.TransformerEncoder, nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    here = simulate(2, held, encoder, "tensor", [0, 1])[0]
+    assert here["layers.1.linear1.weight"] == here["layers.1.linear1.bias"] == "S(0)"
+    assert here["layers.1.linear2.weight"] == "S(1)"
+    assert here["layers.1.linear2.bias"] == here["layers.1.norm1.weight"] == "B"
+    assert {name for name, sbp in simulate(2, held, Classifier, "tensor", [0, 1])[0].items() if sbp != "B"} == {"classifier.1.weight", "classifier.1.bias"}
+
+
+def test_fsdp_splits_evenly_where_it_can() -> None:
+    here = simulate(2, held, Classifier, "fsdp", [0, 1])[0]
+    assert here["features.0.weight"] == here["classifier.1.weight"] == "S(0)"
+    assert here["features.1.running_mean"] == here["features.1.num_batches_tracked"] == "B"
+    assert simulate(4, held, lambda: nn.Linear(8, 3), "fsdp", [0, 1, 2, 3])[0] == {"weight": "S(1)", "bias": "S(0)"}
+    assert simulate(4, held, lambda: nn.Linear(8, 4), ["data", "fsdp"], [[0, 1], [2, 3]])[0] == {"weight": "B S(0)", "bias": "B S(0)"}
+    assert simulate(4, held, lambda: nn.Linear(8, 4), {"weight": [S(0), S(1)], "*": [B, B]}, [[0, 1], [2, 3]])[0] == {"weight": "S(0) S(1)", "bias": "B B"}
+
+
+@pytest.mark.parametrize(("plan", "ranks", "says"), [
+    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'hybrid'"),
+    ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
+    (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1"),
+    ({"bias": B}, [0], "no pattern matches 'weight'"),
+])  # fmt: skip
+def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
+    with pytest.raises(SbpError, match=says):
+        flow.parallelize(nn.Linear(2, 2), flow.placement("cpu", ranks), plan)
