@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -122,6 +123,15 @@ def dual_functions() -> list[Any]:
 def vmap_functions() -> list[Any]:
     """How torch's older vmap marks the batch dim of a tensor."""
     return [torch._add_batch_dim, torch._remove_batch_dim]
+
+
+def unobserved() -> Any:
+    """Inside, dispatch modes of others do not see what runs: a selective checkpoint counts ops, and what is computed once and kept (a plan, a gathered
+    parameter) is not computed again when it runs the forward pass again. Under fake tensors nothing changes, for there the modes are what computes."""
+    from torch.utils import _python_dispatch as modes
+
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return modes._disable_current_modes() if fake is None and torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:

@@ -277,7 +277,7 @@ def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
     cast = _torch.any_autocast()
     try:
-        with torch.no_grad(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
+        with torch.no_grad(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))

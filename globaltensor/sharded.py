@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from .boxing import box, log, plan
 from .buckets import Buckets
 from .distributed.world import World, world
@@ -119,7 +120,8 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
     key = (number, dst)
     found = state.ready.pop(key, None)
     if found is None or found[1] is not local or found[2] != local._version:
-        _gather(state, _batch(state, leaf, src, dst))
+        with _torch.unobserved():
+            _gather(state, _batch(state, leaf, src, dst))
         found = state.ready.pop(key)
     if local.requires_grad and torch.is_grad_enabled():
         return _Gathered.apply(local, _Box(found[0], leaf), src, dst)  # type: ignore[no-any-return]
@@ -133,7 +135,9 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec) -> list[tu
     seen = {(state.number(leaf), dst)}
     while total < BUCKET_BYTES and (expected := state.next.get(at)) is not None:
         other, wanted = expected[0](), expected[1]
-        if other is None or (number := state.number(other), wanted) in seen or (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
+        if other is None or (number := state.number(other), wanted) in seen:
+            break
+        if (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
             break
         kept = state.ready.get((number, wanted))
         if kept is None or kept[1] is not other._local or kept[2] != other._local._version:

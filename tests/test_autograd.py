@@ -17,7 +17,7 @@ from support.everywhere import full
 from support.pool import run_on
 from torch.autograd import functional
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as flow
 from globaltensor.distributed.comm import comms
@@ -389,6 +389,53 @@ def test_several_hooks_after_accumulation() -> None:
         assert [v for _, v in calls] == pytest.approx([total, total, 2 * total])
 
 
+def _steps_on_a_grid() -> None:
+    """Both kinds of hooks on parameters that are summed over one axis and split over the other."""
+    where = flow.placement("cpu", [[0, 1], [2, 3]])
+    for table in ([S(0), B], [B, S(0)], [B, B], [S(0), S(1)], [S(0), S(0)]):
+        ends = []
+        for ours in (False, True):
+            model, x = copy.deepcopy(START), values(5, 4)
+            if ours:
+                model.to_global(where, lambda path, t, table=table: [e if not e.is_split or e.dim < t.dim() else B for e in table])
+                x = leaf(x, S(0), S(0), where=where).detach()
+            optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+            def step(p: Any, optimizers: Any = optimizers) -> None:
+                optimizers[p].step()
+                optimizers[p].zero_grad()
+
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(step)
+                p.register_hook(lambda g: g * 2)
+            for _ in range(3):
+                model(x).square().mean().backward()
+            ends.append(list(model.parameters()))
+        alike(ends[1], ends[0])
+
+
+def test_optimizers_in_backward_over_two_axes() -> None:
+    simulate(4, _steps_on_a_grid)
+
+
+@on(2)
+def test_hooks_beside_writing_in_place() -> None:
+    """A hook belongs to the value a tensor had when it was registered."""
+    found = []
+    for x in (values(6, 2).requires_grad_(), leaf(values(6, 2), S(0))):
+        seen: list[Any] = []
+        y = x * 1
+        y.register_hook(lambda g: g * 2)
+        y.mul_(3)
+        y.register_hook(seen.append)
+        y.square().sum().backward()
+        y = x * 2
+        y.retain_grad()
+        (y * y).sum().backward(inputs=[y])
+        found.append((x.grad, y.grad, seen))
+    alike(found[1], found[0])
+
+
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_hooks_of_several_tensors(mode: Any) -> None:
     def run() -> None:
@@ -610,6 +657,8 @@ def test_gradcheck() -> None:
             warnings.simplefilter("ignore")
             assert check(lambda x, w: (x @ w).tanh().to_global(sbp=B), (x, w))
             assert check(lambda x: F.softmax(x, 0).to_global(sbp=S(0)), (x,))
+            if sbps[0] != S(1):  # the gradients are the outputs here
+                assert torch.autograd.gradgradcheck(lambda x, w: (x @ w).tanh().to_global(sbp=B), (x, w), check_undefined_grad=False, atol=1e-4)
             with pytest.raises(RuntimeError, match="Jacobian mismatch"):
                 check(lambda x: (x.detach() * x).to_global(sbp=B), (x,))
 
@@ -640,6 +689,21 @@ def test_modes() -> None:
     z.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+def test_saved_tensors_that_are_written_to() -> None:
+    def run() -> None:
+        found = []
+        for x in (values(6, 4).requires_grad_(), leaf(values(6, 4), S(0))):
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                y = x * 1
+                z = y.cos()
+                y.add_(1)
+                z.sum().backward()
+            found.append(x.grad)
+        alike(found[1], found[0])
+
+    simulate(1, run)  # the mode is the process's
 
 
 def test_anomaly_mode_names_the_function() -> None:
@@ -712,6 +776,22 @@ def test_reentrant_checkpoints(table: str) -> None:
             ends.append(x.grad)
         same(ends[1], ends[0])
         gradients_agree(plain, ours)
+
+    simulate(2, run)
+
+
+@pytest.mark.parametrize("table", list(TABLES))
+def test_selective_checkpoints(table: str) -> None:
+    """Which ops of the parts are kept is counted: what is planned or gathered once must not count."""
+
+    def run() -> None:
+        plain, ours = twins(table)
+        plain(values(5, 4)).square().sum().backward()
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
+        for _ in range(2):
+            ours.zero_grad()
+            checkpoint(ours, leaf(values(5, 4), S(0)), use_reentrant=False, context_fn=contexts).square().sum().backward()
+            gradients_agree(plain, ours)
 
     simulate(2, run)
 
