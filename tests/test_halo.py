@@ -103,6 +103,24 @@ MOVES: list[tuple[Any, ...]] = [
     *[(partial(F.pad, pad=(1, 2, 3, 0), mode=m), x(2, 2, 5, 4)) for m in ("constant", "reflect", "replicate", "circular")],
     (partial(F.pad, pad=(-1, 2, 0, -3), value=3.0), x(2, 5, 4)), (partial(F.pad, pad=(-3, 5)), x(2, 4)), (partial(F.pad, pad=(9, 0)), x(3)),
 ]  # fmt: skip
+SIZES: list[tuple[Any, ...]] = [
+    *[
+        (partial(F.interpolate, mode=m, **k), x(2, 2, 7))
+        for m in ("nearest", "nearest-exact", "linear") for k in ({"size": 11}, {"size": 3}, {"scale_factor": 2.3})
+    ],
+    *[
+        (partial(F.interpolate, mode="linear", align_corners=True, **k), x(2, 7)[None])
+        for k in ({"size": 11}, {"size": 3}, {"size": 1}, {"scale_factor": 2})
+    ],
+    *[
+        (partial(F.interpolate, mode=m, align_corners=a, **k), x(1, 2, 5, 4))
+        for m in ("bilinear", "bicubic") for a in (False, True) for k in ({"size": (7, 3)}, {"scale_factor": (1.7, 2)}, {"scale_factor": 0.6})
+    ],
+    (partial(F.interpolate, scale_factor=2, mode="nearest"), x(2, 3, 4, 3)),
+    (partial(F.interpolate, scale_factor=1.3, mode="bilinear", recompute_scale_factor=True), x(1, 2, 5, 4)),
+    (partial(F.interpolate, size=(5, 2, 3), mode="trilinear"), x(1, 2, 3, 3, 2)), (partial(F.interpolate, scale_factor=2, mode="bilinear"), x(0, 2, 4, 3)),
+    (partial(F.interpolate, size=(3, 2), mode="area"), x(1, 2, 6, 4)), (partial(F.interpolate, size=(3, 3), mode="bilinear", antialias=True), x(1, 2, 6, 5)),
+]  # fmt: skip
 POWERS = [
     (partial(F.lp_pool1d, norm_type=2, kernel_size=3, stride=2), x(2, 3, 9)), (partial(F.lp_pool2d, norm_type=3, kernel_size=(2, 3)), x(2, 3, 6, 7).abs()),
     (partial(F.lp_pool2d, norm_type=2, kernel_size=2, ceil_mode=True), x(1, 2, 5, 5)),
@@ -121,11 +139,13 @@ def called(row: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return (row[0].func, row[1:], row[0].keywords) if isinstance(row[0], partial) else (row[0], row[1:], {})
 
 
-@pytest.mark.parametrize("row", CONVS + POOLS + MOVES, ids=name)
+@pytest.mark.parametrize("row", CONVS + POOLS + MOVES + SIZES, ids=name)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, args, kwargs = called(row)
     met = check(function, *args, most=25, grids=((2,), (3,), (2, 2)), **kwargs)
-    assert any(f"S({args[0].ndim - 1})" in text.split(" -> ")[1] for text in met) or "adaptive" in name(row) or args[0].shape[-1] == 1
+    assert any(f"S({args[0].ndim - 1})" in text.split(" -> ")[1] for text in met) or args[0].shape[-1] == 1 or any(
+        word in name(row) for word in ("adaptive", "area", "antialias")
+    )
 
 
 def on_space(function: Callable[..., Any], tensors: list[torch.Tensor], layouts: list[list[Sbp]], grid: tuple[int, ...], twice: bool) -> None:
@@ -148,10 +168,10 @@ def on_space(function: Callable[..., Any], tensors: list[torch.Tensor], layouts:
             close(full(got), want.detach(), f"value {i} of {layout} on {grid}")
 
 
-@pytest.mark.parametrize("row", CONVS[::3] + POOLS[::3] + POWERS + MOVES, ids=name)
+@pytest.mark.parametrize("row", CONVS[::3] + POOLS[::3] + POWERS + MOVES + SIZES, ids=name)
 def test_split_space_stays_split(row: tuple[Any, ...]) -> None:
-    if "adaptive" in name(row):
-        pytest.skip("its windows do not divide the dim")
+    if "adaptive" in name(row) or "antialias" in name(row):
+        pytest.skip("its windows do not divide the dim, or reach far")
     last = row[1].ndim - 1
     if row[0] is torch.flipud:
         pytest.skip("the last dim stays as it is")
@@ -230,6 +250,8 @@ PICTURE = (2, 3, 16, 10)
         (partial(F.max_pool2d, kernel_size=3, stride=1, padding=1), [], [1, 2, 2, 1]),
         (partial(F.avg_pool2d, kernel_size=4), [], []),
         (partial(F.adaptive_avg_pool2d, output_size=(8, 1)), [], []),
+        (partial(F.interpolate, scale_factor=2), [], []),
+        (partial(F.interpolate, scale_factor=2, mode="bilinear"), [], [1, 2, 2, 1]),
         (partial(F.pad, pad=(1, 1)), [], []),
         (partial(F.pad, pad=(0, 0, 1, 1), mode="circular"), [], [1, 0, 1, 2]),
         (partial(torch.roll, shifts=-1, dims=2), [], [1, 1, 1, 1]),

@@ -1,4 +1,4 @@
-"""Convolution and resampling: parallel over batch and channels. Input channels of a convolution are contracted; split space needs a halo."""
+"""Convolution, unpooling and sampling: parallel over batch and channels. Input channels of a convolution are contracted; split space needs a halo."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ for _space in (1, 2, 3):
     _conv(_space, True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- unpooling, resampling
+# ---------------------------------------------------------------------------------------------------------------- unpooling, sampling
 
 
 def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:
@@ -196,16 +196,6 @@ def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = No
 
 for _f in (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d):
     register(_f, _unpool)
-
-
-def _resample(op: Op, *args: Any, **kwargs: Any) -> None:
-    x = op.args[0]
-    op.set(x, ("n", "c", *[None] * (x.ndim - 2)))
-    op.out = [op.dims[0]]
-    op.local = unless_empty(op, F.interpolate)
-
-
-register(F.interpolate, _resample)
 
 
 def _grid_sample(op: Op, input: Arg, grid: Arg, *args: Any, **kwargs: Any) -> None:

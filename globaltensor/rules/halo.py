@@ -19,7 +19,7 @@ from ..distributed.world import world
 from ..spec import Spec
 from .notation import Split
 
-__all__ = ["Geometry", "Window", "clipped", "fibers", "laid_out", "moved", "padded", "pair_up", "reach_of", "settle_windows", "split_room"]
+__all__ = ["Geometry", "Window", "clipped", "fibers", "laid_out", "moved", "padded", "pair_up", "reach_of", "settle_windows", "split_room", "weighed"]
 
 
 def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
@@ -136,12 +136,7 @@ def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], v
     ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may stand at the ends only.
     """
 
-    def wanted(a: int, b: int) -> list[Interval]:
-        needed = _needed(positions(a, b))
-        breaks = np.flatnonzero(np.diff(needed) != 1) + 1
-        return [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, breaks) if len(run)]
-
-    reach = reach_of(split, dim, dim, wanted)
+    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
     a, b = _interval(split.outs[0], split.rank, dim)
     here = positions(a, b) if a < b else np.empty(0, dtype=np.int64)
     filled = here < 0
@@ -159,6 +154,35 @@ def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], v
         return padded(x, {dim: (left, right)}, value)
 
     return run
+
+
+def weighed(split: Split, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> Callable[[Tensor], Tensor]:
+    """The function that gives a rank its part of a result whose elements along ``dim`` are weighted sums of a few of the operand's.
+
+    ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b - a].
+    """
+    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
+    positions, weights = taps(*_interval(split.outs[0], split.rank, dim))
+    device, shape = world().device(split.outs[0].placement.type), [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))]
+    places = torch.from_numpy(np.searchsorted(_needed(positions), positions)).to(device)
+    shares = torch.from_numpy(weights).to(device)
+
+    def run(x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = fetch(x, dim, reach)
+        x = x.float() if dtype.itemsize < 4 else x
+        out = torch.zeros((), dtype=x.dtype, device=x.device)
+        for at, share in zip(places, shares.to(x.dtype), strict=True):
+            out = out + x.index_select(dim, at) * share.view(shape)
+        return out.to(dtype)
+
+    return run
+
+
+def _runs(needed: np.ndarray) -> list[Interval]:
+    """Ascending positions as intervals."""
+    breaks = np.flatnonzero(np.diff(needed) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, breaks) if len(run)]
 
 
 def _needed(positions: np.ndarray) -> np.ndarray:
