@@ -40,7 +40,7 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
 
 def page(results: Path) -> str:
     """The tables of all results there are."""
-    about = "Medians; contenders timed in turn in one run; in brackets ours over its anchor (plain, ddp, fsdp2, dtensor, gloo). `make bench` writes this page."
+    about = "Medians; contenders timed in turn in one run; in brackets ours over its anchor (plain, ddp, fsdp2, dtensor, gather, gloo). `make bench` writes this page."
     parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
         path = results / f"{name}.jsonl"

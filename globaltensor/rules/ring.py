@@ -242,25 +242,27 @@ def _backward(
         grad, q, k, v = _deal(grad, way, 0), _deal(q, way, 0), _deal(k, way, 1), _deal(v, way, 1)
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
-    flat = _packed(k, v) if ring.count > 1 else None
+    # What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values.
+    message: Tensor | None = as_bytes(q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype))
+    if ring.count > 1:
+        message = torch.cat([message, as_bytes(_packed(k, v))])
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
     for t in range(ring.count):
-        if t == 0:
-            sums = q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype)
-        if ring.has(t):
+        if message is not None:
+            j = ring.block(t)
+            sums, flat = _parts(ring, message, j, total.dtype, q.dtype)
             if t:
-                k, v = ring.opened(flat, ring.block(t))  # type: ignore[arg-type]
-            dk, dv = ring.opened(sums, ring.block(t))
-            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[ring.block(t)], way.causal):
+                k, v = ring.opened(flat, j)
+            dk, dv = ring.opened(sums, j)
+            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[j], way.causal):
                 some = grad[..., r, :], q[..., r, :], k[..., c, :], v[..., c, :], part, out[..., r, :], total[..., r, :]
                 found = block_backward(*some, square, way.scale, slopes is not None)
                 dq[..., r, :].add_(found[0])
                 dk[..., c, :].add_(found[1])
                 dv[..., c, :].add_(found[2])
-                if slopes is not None and part is not None:
-                    at = key_slice(keys[ring.block(t)], c)
-                    cut(slopes, r, at).add_(found[3])
-        flat, sums, home = _handed_on(ring, t, flat, sums, q)
+                if slopes is not None:
+                    cut(slopes, r, key_slice(keys[j], c)).add_(found[3])
+        message, home = _handed_on(ring, t, message, total.dtype, q)
         own = home if home is not None else own
     assert own is not None
     dk, dv = ring.opened(own, ring.me)
@@ -270,36 +272,35 @@ def _backward(
     return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
 
 
-def _handed_on(ring: _Round, t: int, flat: Tensor | None, sums: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """After round ``t`` of the backward: the block goes on with its gradients, or these go home -> (block, gradients, own gradients if they came).
+def _parts(ring: _Round, message: Tensor, j: int, wide: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(gradients of rank j's block, the block) in a message of the backward."""
+    n = sum(ring.sizes(j)) * wide.itemsize
+    return message[:n].view(wide), message[n:].view(dtype)
 
-    Gradients come first in a message: they are of the wider type, so that both parts are aligned.
-    """
-    me, p, j, then = ring.me, ring.p, ring.block(t), ring.block(t + 1)
-    last = ring.hops[me]
-    home = sums if t == 0 and last == 0 else None  # nobody else sees the own keys
+
+def _handed_on(ring: _Round, t: int, message: Tensor | None, wide: torch.dtype, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """After round ``t`` of the backward: a block goes on with its gradients, or these go home -> (the next message, the own gradients if they came)."""
+    me, p, j, then, last = ring.me, ring.p, ring.block(t), ring.block(t + 1), ring.hops[ring.me]
     sends: dict[int, Tensor] = {}
     takes: dict[int, int] = {}
-    width = sums.itemsize
-    if ring.has(t) and t + 1 <= ring.hops[j]:
-        assert flat is not None
-        sends[(me + 1) % p] = torch.cat([as_bytes(sums), as_bytes(flat)])
-    elif ring.has(t) and t:
-        sends[j] = as_bytes(sums)
-    if t + 1 < ring.count and ring.has(t + 1):
-        takes[(me - 1) % p] = sum(ring.sizes(then)) * (width + like.itemsize)
+    home = None
+    if message is not None and t + 1 <= ring.hops[j]:
+        sends[(me + 1) % p] = message
+    elif message is not None and t:
+        sends[j] = as_bytes(_parts(ring, message, j, wide, like.dtype)[0])
+    elif message is not None:  # nobody else sees the own keys
+        home = _parts(ring, message, j, wide, like.dtype)[0]
+    comes = t + 1 < ring.count and ring.has(t + 1)
+    if comes:
+        takes[(me - 1) % p] = sum(ring.sizes(then)) * (wide.itemsize + like.itemsize)
     if t and t == last:
-        takes[(me + t) % p] = sum(ring.sizes(me)) * width
+        takes[(me + t) % p] = sum(ring.sizes(me)) * wide.itemsize
     if ring.count == 1:
-        return None, sums, home
+        return None, home
     found = ring.comm.exchange(sends, takes, torch.empty(0, dtype=torch.uint8, device=like.device))
     if t and t == last:
-        home = found[(me + t) % p].view(sums.dtype)
-    if t + 1 < ring.count and ring.has(t + 1):
-        n = sum(ring.sizes(then)) * width
-        both = found[(me - 1) % p]
-        return both[n:].view(like.dtype), both[:n].view(sums.dtype), home
-    return None, sums, home
+        home = found[(me + t) % p].view(wide)
+    return found[(me - 1) % p] if comes else None, home
 
 
 # ---------------------------------------------------------------------------------------------------------------- differentiated again
