@@ -21,7 +21,7 @@ from train_gpt import corpus, draw
 import globaltensor as flow
 
 B, S = flow.sbp.broadcast, flow.sbp.split
-PLANS = ["data", "fsdp", "tensor"]
+PLANS = ["data", "fsdp", "tensor", "sequence"]
 
 
 def load(path: str | None) -> nn.Module:
@@ -48,7 +48,7 @@ def train(options: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     text, losses = corpus(), []
-    sbp = B if options.parallel == "tensor" else S(0)
+    sbp = B if options.parallel in ("tensor", "sequence") else S(0)
     bar = tqdm(range(options.steps), disable=None if flow.env.get_rank() == 0 else True)
     for step in bar:
         ids = draw(text, options.batch, options.context, step).long().to_global(everyone, B).to_global(sbp=sbp)  # type: ignore[attr-defined]

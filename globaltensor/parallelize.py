@@ -29,6 +29,8 @@ class Recipe(NamedTuple):
 
     sbp: Callable[[str, torch.Tensor], Sbp]  # of a parameter, by its path
     whole: Sequence[nn.Module] = ()  # whose results are not left partial or split by features
+    gathered: Sequence[nn.Module] = ()  # whose inputs come split in time and are made whole
+    in_time: bool = False  # partial results are split in time, not made whole
 
 
 def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | Sequence[str]) -> nn.Module:
@@ -40,8 +42,10 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     - ``"fsdp"``: every parameter is split, and gathered when it is used; give the batch as ``split(0)``. (Rajbhandari et al. 2020, ZeRO stage 3.)
     - ``"tensor"``: pairs of linear layers are split by their outputs and then by their inputs, vocabularies by their words; give the batch as ``broadcast``.
       Which layers those are the model says itself (``tp_plan`` of Hugging Face models), or its structure does. (Shoeybi et al. 2019, Megatron-LM.)
+    - ``"sequence"``: as tensor, and between the pairs activations [batch, time, features] are split in time: a reduce-scatter and an all-gather in place of
+      each all-reduce, and less memory. (Korthikanti et al. 2022.)
     - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second; give the batch as ``[split(0), broadcast]``.
-    - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"`` alone means data over all but the last.
+    - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"`` or ``"sequence"`` alone means data over all but the last.
     - anything that ``module.to_global`` takes as sbp: path patterns ``{"*.q_proj.weight": split(0), "*": broadcast}``, a callable ``(path, tensor) -> sbp``.
 
     The local tensors are whole values, the same model on every rank (the first rank's count). Collective.
@@ -66,23 +70,46 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     module_to_global(model, placement, layout)
     for axis, recipe in enumerate(recipes):
         for module in recipe.whole:
-            module.register_forward_hook(Whole(axis))
+            module.register_forward_hook(Settled(axis, recipe.in_time))
+        for module in recipe.gathered:
+            module.register_forward_pre_hook(Gathered(axis), with_kwargs=True)
     return model
 
 
-class Whole:
-    """A forward hook: on this axis every rank has the module's whole result, by one all-reduce of what is partial or one gather of split features."""
+def _boxed(x: GlobalTensor, axis: int, entry: Sbp) -> Any:
+    return x.to_global(sbp=[entry if a == axis else e for a, e in enumerate(x.sbp)])
 
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
+
+class Settled:
+    """A forward hook: on this axis every rank has the module's whole result, by one all-reduce of what is partial or one gather of split features; or, of what
+    is partial, its stretch of time, by one reduce-scatter."""
+
+    def __init__(self, axis: int, in_time: bool) -> None:
+        self.axis, self.in_time = axis, in_time
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, GlobalTensor) or len(output.sbp) <= self.axis:
             return None
         entry = output.sbp[self.axis]
-        if not entry.is_partial and not (entry.is_split and entry.dim == output.dim() - 1):
-            return None
-        return output.to_global(sbp=[broadcast if a == self.axis else e for a, e in enumerate(output.sbp)])
+        if entry.is_partial:
+            return _boxed(output, self.axis, split(1) if self.in_time and output.dim() > 2 else broadcast)
+        return _boxed(output, self.axis, broadcast) if entry.is_split and entry.dim == output.dim() - 1 else None
+
+
+class Gathered:
+    """A forward pre-hook: activations that are split in time on this axis are gathered, once for all layers inside that take them."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(self.whole(a) for a in args), {name: self.whole(a) for name, a in kwargs.items()}
+
+    def whole(self, x: Any) -> Any:
+        if not isinstance(x, GlobalTensor) or len(x.sbp) <= self.axis or x.dim() < 3 or not x.is_floating_point():
+            return x
+        entry = x.sbp[self.axis]
+        return _boxed(x, self.axis, broadcast) if entry.is_split and entry.dim == 1 else x
 
 
 def _names(plan: Any, axes: int) -> list[str] | None:
@@ -94,7 +121,7 @@ def _names(plan: Any, axes: int) -> list[str] | None:
         if axes != 2:
             raise SbpError(f'plan "hybrid" needs a placement of two axes, replicas x ranks of one, not of {axes}: flow.placement("cpu", [[0, 1], [2, 3]])')
         given = ["data", "tensor"]
-    elif given == ["tensor"]:
+    elif given in (["tensor"], ["sequence"]):
         given = ["data"] * (axes - 1) + given
     elif len(given) == 1:
         given = given * axes
@@ -132,8 +159,30 @@ def _tensor(model: nn.Module, size: int) -> Recipe:
     return Recipe(choose, list(whole.values()))
 
 
+def _sequence(model: nn.Module, size: int) -> Recipe:
+    recipe, modules = _tensor(model, size), dict(model.named_modules())
+    columns = [part.path.rpartition(".")[0] for part in _planned(model) or _structured(model) or _largest(model) if part.column]
+    parents = [path.rpartition(".")[0] for path in dict.fromkeys(columns)]
+    # Where all that a module takes goes into several such layers (queries, keys and values) it is gathered once, where they have it from.
+    shared = {parent for parent in parents if parents.count(parent) > 1 and _only_linears(modules[parent])}
+    gathered = dict.fromkeys(parent if (parent := path.rpartition(".")[0]) in shared else path for path in columns)
+    return recipe._replace(gathered=[modules[path] for path in gathered], in_time=True)
+
+
+def _only_linears(module: nn.Module) -> bool:
+    """Whether what holds parameters among the children are linear layers alone; a norm beside them would take the input as it comes."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    return all(isinstance(child, nn.Linear) or _transposed(child) or not _takes_hidden(child, module) for child in children)
+
+
+def _takes_hidden(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a child may work on the features that the parent takes: as wide as a linear layer's inputs."""
+    widths = {m.in_features for m in parent.children() if isinstance(m, nn.Linear)}
+    return any(p.shape[-1] in widths for p in child.parameters() if p.dim())
+
+
 #: The plans by name: (model, size of the axis) -> recipe.
-PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor}
+PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor, "sequence": _sequence}
 
 
 class _Part(NamedTuple):
@@ -143,6 +192,7 @@ class _Part(NamedTuple):
     dim: int
     module: nn.Module
     whole: bool  # the module's result is made whole
+    column: bool = False  # it takes whole activations
 
 
 # ---------------------------------------------------------------------------------------------------------------- what a model says itself
@@ -165,7 +215,7 @@ def _planned(model: nn.Module) -> list[_Part]:
             dim = _dim_of(module, name, parameter, str(style or ""))
             if dim is not None:
                 whole = "colwise" not in str(style) or ("gather" in str(style) and module is not head)
-                found.append(_Part(full, dim, module, whole))
+                found.append(_Part(full, dim, module, whole, "colwise" in str(style)))
     return found
 
 
@@ -208,7 +258,7 @@ class _Layer:
         """Split by outputs."""
         for name, parameter in self.module._parameters.items():
             if parameter is not None:
-                yield _Part(f"{self.path}.{name}".lstrip("."), _outputs(self.module, parameter), self.module, whole)
+                yield _Part(f"{self.path}.{name}".lstrip("."), _outputs(self.module, parameter), self.module, whole, True)
 
     def row(self) -> Iterator[_Part]:
         """Split by inputs; the bias is not."""

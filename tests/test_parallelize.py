@@ -102,7 +102,7 @@ def train(family: str, plans: list[tuple[Any, list[int] | list[list[int]], Any]]
 
 
 LINE = [0, 1]
-ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B])]
+ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B]), ("sequence", LINE, [B])]
 ON_FOUR = [("hybrid", [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B])]
 
 
@@ -121,20 +121,20 @@ def test_trains_as_on_one_device_on_a_grid(family: str) -> None:
 
 
 def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[str]]:
-    """The collectives of a forward and of a backward pass, those of the loss aside, by the ranks' traffic."""
+    """The collectives of a forward and of a backward pass of the body, the loss aside."""
     FAMILIES[family][2]["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     torch.manual_seed(0)
     batch, everyone = text(2), flow.placement.all("cpu")
     model = flow.parallelize(build(family), everyone, plan)
     shared = {key: value.to_global(everyone, B) for key, value in batch.items()}  # type: ignore[attr-defined]
-    if plan != "tensor":
+    if plan == "data":
         shared = {key: value.to_global(sbp=S(0)) for key, value in shared.items()}  # type: ignore[attr-defined]
     model(**shared)  # plans are made
     here = world()
     here.trace = forward = []
     out = model.model(input_ids=shared["input_ids"]) if family == "llama" else model.bert(input_ids=shared["input_ids"])
     here.trace = backward = []
-    out.last_hidden_state.to_global(sbp=B if plan == "tensor" else S(0)).sum().backward()
+    out.last_hidden_state.sum().backward()
     here.trace = None
     return [t.kind for t in forward], [t.kind for t in backward]
 
@@ -144,6 +144,18 @@ def tensor_plan(family: str) -> None:
     for fewer, more in zip(one, two, strict=True):
         assert more.count("all_reduce") - fewer.count("all_reduce") == 2, (fewer, more)
         assert set(more) == {"all_reduce"}, more
+
+
+def sequence_plan(family: str) -> None:
+    """Of every all-reduce there is a reduce-scatter and an all-gather, which move as many bytes."""
+    one, two = collectives(family, "sequence", 1), collectives(family, "sequence", 2)
+    for fewer, more in zip(one, two, strict=True):
+        assert [more.count(kind) - fewer.count(kind) for kind in ("reduce_scatter", "all_gather", "all_reduce")] == [2, 2, 0], (fewer, more)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_block_split_in_time(family: str) -> None:
+    run_on(2, sequence_plan, family)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -197,7 +209,7 @@ def test_fsdp_splits_evenly_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(("plan", "ranks", "says"), [
-    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'hybrid'"),
+    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'hybrid'"),
     ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
     (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1"),
     ({"bias": B}, [0], "no pattern matches 'weight'"),
