@@ -186,12 +186,14 @@ for _space in (1, 2, 3):
 
 def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:
     space = len(kernel_size) if isinstance(kernel_size, (tuple, list)) else input.ndim - 2
-    if output_size is not None and len(output_size) > space:
-        raise ValueError("an output_size with batch and channels")
     dims = (*range(input.ndim - space), *[None] * space)
     op.set(input, dims)
     op.set(indices, dims)
     op.out = [dims]
+    # The size may be given with batch and channels, of which a part has others.
+    room = None if output_size is None else list(output_size)[-space:]
+    op.local = lambda split: lambda input, indices, *args, **kwargs: op.function(input, indices, kernel_size, stride, padding, room)
+    op.local = unless_empty(op)
 
 
 for _f in (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d):
