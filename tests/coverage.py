@@ -30,6 +30,7 @@ KINDS = ("forward", "backward", "in-place", "out")
 RAN = ("native", "composite", "own", "whole", "fallback")
 VERDICTS = ("right", "some", "refused", "error", "wrong")
 SECONDS = 240.0  # what one op may take
+PEER_SECONDS = 15.0  # what DTensor gets of it: with many operands it searches long for placements
 
 Row = dict[str, Any]
 
@@ -45,7 +46,11 @@ def measure(task: tuple[int, int, int]) -> Row:
     index, samples, draws = task
     op, began = OPS[index], time.monotonic()
     ours = [vars(o) for o in outcomes(op, GRIDS, samples, draws)]
-    theirs = [vars(o) for o in outcomes_of_dtensor(op, samples)]
+    theirs, start = [], time.monotonic()
+    for o in outcomes_of_dtensor(op, samples):
+        theirs.append(vars(o))
+        if time.monotonic() - start > PEER_SECONDS:
+            break
     row = {"op": name_of(op), "float": torch.float32 in op.dtypes, "dtype": str(dtype_of(op)).removeprefix("torch."), **summary(ours)}
     peer = summary([{**o, "how": "refused" if o["how"] == "error" else o["how"]} for o in theirs])
     row["dtensor"] = {"verdicts": peer["verdicts"], "uneven": peer["uneven"], "problems": peer["problems"][:1]}
@@ -151,11 +156,16 @@ def pooled(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, Row]]:
                     }  # fmt: skip
 
 
+def write(folder: Path, rows: Sequence[Row]) -> None:
+    (folder / "coverage.json").write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+    (folder / "coverage.md").write_text(report(rows))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=4, help="samples of each op at most")
     parser.add_argument("--draws", type=int, default=2, help="drawn layouts of each sample, beside up to three fixed ones")
-    parser.add_argument("--only", default="", help="ops whose name holds one of these texts (comma between); the others keep their rows")
+    parser.add_argument("--only", default="", help="ops whose name holds one of these texts (comma between; =name: that op); the others keep their rows")
     parser.add_argument("--part", default="1/1", help="k/n: the k-th of n slices of the ops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder for coverage.md and coverage.json")
@@ -165,8 +175,8 @@ def main() -> int:
     part, parts = map(int, options.part.split("/"))
     texts = options.only.split(",")
     names = [name_of(op) for op in OPS]
-    chosen = [i for i in range(part - 1, len(OPS), parts) if any(t in names[i] for t in texts)]
-    data, page = options.out / "coverage.json", options.out / "coverage.md"
+    chosen = [i for i in range(part - 1, len(OPS), parts) if any(t in names[i] or t == f"={names[i]}" for t in texts)]
+    data = options.out / "coverage.json"
     every = options.only == "" and parts == 1
     kept: dict[str, Row] = {} if every or not data.exists() else {r["op"]: r for r in json.loads(data.read_text())}
     fresh: list[Row] = []
@@ -174,10 +184,10 @@ def main() -> int:
         kept[names[i]] = {**row, "op": names[i]}
         fresh.append(kept[names[i]])
         bad = {"error", "wrong"} & set(row["verdicts"].values())
+        if len(fresh) % 20 == 0:
+            write(options.out, [kept[n] for n in names if n in kept])
         print(f"{len(fresh)}/{len(chosen)} {names[i]} {row['ran']} {row['verdicts']}", *(row["problems"] if bad else []), flush=True)
-    rows = [kept[n] for n in names if n in kept]
-    data.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
-    page.write_text(report(rows))
+    write(options.out, [kept[n] for n in names if n in kept])
     wrong = [r["op"] for r in fresh if {"error", "wrong"} & set(r["verdicts"].values())]
     print(f"{len(fresh)} ops, {len(wrong)} with something wrong: {' '.join(wrong)}")
     return 1 if wrong else 0
