@@ -48,6 +48,11 @@ BEST: list[tuple[Any, ...]] = [
     *[(partial(torch.topk, k=k, dim=d, largest=b), x(5, 4)) for k in (0, 1, 3, 4) for d in (0, 1) for b in (False, True)],
     (partial(torch.topk, k=2), x(2)),
 ]  # fmt: skip
+PICKS: list[tuple[Any, ...]] = [
+    *[(partial(torch.kthvalue, k=k, dim=d, keepdim=b), x(5, 4)) for k in (1, 3) for d in (0, 1) for b in (False, True)],
+    *[(partial(f, dim=0), t) for f in (torch.median, torch.nanmedian) for t in (x(9, 2), x(8, 3).float(), x(2, 3), torch.randperm(9), x(1, 2))],
+    (partial(torch.median, dim=-1, keepdim=True), x(2, 6)), (partial(torch.median, dim=1), x(2, 5, 3)),
+]  # fmt: skip
 SORTS: list[tuple[Any, ...]] = [
     *[(partial(torch.sort, dim=0, descending=b), t) for b in (False, True) for t in (x(9, 2), x(7), ties, ids(3, 8), x(2), x(9).float(), x(3, 0, 2))],
     *[(partial(torch.sort, dim=0), (ids(250, 9) - n).to(t)) for n, t in ((0, torch.uint8), (125, torch.int8), (125, torch.int32), (125, torch.int16))],
@@ -62,7 +67,7 @@ def name(row: tuple[Any, ...]) -> str:
     return f"{getattr(row[0], 'func', row[0]).__name__} {given} {row[1].dtype} {tuple(row[1].shape)}"
 
 
-@pytest.mark.parametrize("row", SCANS + BEST + SORTS, ids=name)
+@pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, kwargs = (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
     met = check(function, row[1], most=30, **kwargs)
@@ -70,7 +75,7 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
     assert any(f"S({d})" in text.split(" -> ")[0] for text in met)
 
 
-@pytest.mark.parametrize("row", SCANS + BEST + SORTS, ids=name)
+@pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     with use_cluster(Cluster(launch=0.0, latency=0.0)):  # or it would not pay for so few elements
         compare(*row, draws=3)
@@ -100,6 +105,7 @@ def on_special(functions: list[Any]) -> None:
 def test_nans_infinities_and_equals() -> None:
     functions = [torch.argmax, torch.argmin]
     functions += [partial(f, dim=0) for f in (torch.cummax, torch.cummin, torch.max, torch.min, torch.argmax, torch.cumsum, torch.cumprod, torch.logcumsumexp)]
+    functions += [lambda t, f=f: f(t, dim=0)[0] for f in (torch.median, torch.nanmedian, partial(torch.kthvalue, k=2))]
     functions += [partial(f, dim=0, descending=b) for f in (torch.sort, torch.argsort) for b in (False, True)]
     with use_cluster(Cluster(launch=0.0, latency=0.0)):
         for n in (2, 3, 4, 7):
@@ -140,7 +146,7 @@ def twice(function: Callable[..., Any], whole: torch.Tensor, layout: list[Sbp], 
 SMOOTH = [
     *[(partial(f, dim=0), t) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.max) for t in (x(7, 3), x(2, 3))],
     (partial(torch.sort, dim=0), x(7, 3)), (partial(torch.sort, dim=0), x(2, 2)), (partial(torch.topk, k=2, dim=0), x(7, 3)),
-    (partial(torch.cumprod, dim=0), zeros),
+    (partial(torch.cumprod, dim=0), zeros), (partial(torch.median, dim=0), x(7, 3)), (partial(torch.kthvalue, k=2, dim=0), x(2, 3)),
 ]  # fmt: skip
 
 
@@ -215,6 +221,13 @@ def test_a_long_sort_gathers_nothing(function: Any) -> None:
     for short, kinds, nbytes in simulate(4, sort_traffic, n, function, 0):
         assert (short, kinds) == ("S(0)", ["all_gather"] * 2 + ["all_to_all"] * 3)
         assert nbytes < 1.05 * 3 * n * 8 / 4, "each element goes to its place: its key, its value, its index"
+
+
+@pytest.mark.parametrize("function", [partial(torch.kthvalue, k=77, dim=0), partial(torch.median, dim=0)], ids=str)
+def test_one_place_in_the_order_moves_counts_only(function: Any) -> None:
+    for short, kinds, nbytes in simulate(4, sort_traffic, 1 << 20, function, 0):
+        assert (short, kinds) == ("B", ["all_gather"] * 2)
+        assert nbytes < 1 << 13
 
 
 def test_many_lanes_are_dealt_out_and_few_elements_gathered() -> None:

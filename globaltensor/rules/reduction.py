@@ -214,9 +214,7 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
     rule(names.split())(describe)
 
 
-_along("median nanmedian", results=2, reduces=True)
 _along("mode", results=2, default=-1, reduces=True)
-_along("kthvalue", results=2, default=-1, reduces=True, at=2)
 
 
 def _quantile(op: Op, function: Any, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:

@@ -1,8 +1,9 @@
-"""sort, argsort and msort. Along a split dim without gathering it: a sample sort whose splitters are exact, so that the result lies balanced.
+"""sort, argsort, msort, kthvalue, median along a dim. Over a split dim without gathering it: each rank sorts its part, and a search (a few bits a round,
+counts summed up) finds the elements that stand at given places in the order of all.
 
-Each rank sorts its part; a search for the elements that stand at the ranks' borders in the whole order (a few bits of them a round, counts summed up)
-tells where to cut it; one all-to-all brings every rank the pieces it holds in the result, which it merges. Stable in every case. Where many lanes
-are sorted side by side it is cheaper to split those, and for few elements to gather them: the price decides.
+kthvalue and median are such an element. A sort is a sample sort with exact splitters, the elements at the ranks' borders, so the result lies balanced:
+they tell where to cut each part, one all-to-all brings every rank the pieces it holds in the result, and it merges them. Stable in every case. Where
+many lanes lie side by side it is cheaper to split those, and for few elements to gather them: the price decides.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
     return (~keys if descending else keys), bits
 
 
-def _searched(lanes: Tensor, bits: int, targets: list[int], ranks: tuple[int, ...]) -> Tensor:
-    """The key that stands at each of ``targets`` in the order of all ranks' keys, for sorted ``lanes`` [lanes, here] -> [lanes, targets]."""
+def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys, of which ``lanes`` [lanes, here] are here, sorted."""
     comm = world().comm(ranks)
     digits = torch.arange(1 << _BITS, device=lanes.device)
     least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
-    found = least.expand(lanes.shape[0], len(targets)).contiguous()
-    goal = torch.tensor(targets, device=lanes.device).unsqueeze(-1)
+    found = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
+    goal = targets.unsqueeze(-1)
     for shift in range(bits - _BITS, -1, -_BITS):
         candidates = found.unsqueeze(-1) + (digits << shift)
         smaller = comm.all_reduce(torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape))
@@ -108,11 +109,12 @@ def _planned(keys: Tensor, bits: int, place: Place, ends: list[int]) -> _Route:
     inner = [e for e in ends[:-1] if e < total]  # the element at each of these is the first of another rank
     cuts = torch.full((lanes, len(ends) - 1), here, device=keys.device)
     if inner:
-        first = _searched(local, bits, inner, place.ranks)
+        borders = torch.tensor([inner], device=keys.device)
+        first = _searched(local, bits, borders, place.ranks)
         less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
         every = share(torch.stack([less, upto - less]), place.ranks)
         # Of those equal to it, the ranks' in turn, as many as still fit in front.
-        short = torch.tensor(inner, device=keys.device) - every[:, 0].sum(0)
+        short = borders - every[:, 0].sum(0)
         mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
         cuts[:, : len(inner)] = less + mine
     counts = torch.cat([cuts, torch.full((lanes, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(lanes, 1))
@@ -129,16 +131,22 @@ def _planned(keys: Tensor, bits: int, place: Place, ends: list[int]) -> _Route:
     return route._replace(places=by_key[lane[by_key].sort(stable=True).indices])
 
 
+def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
+    """The lanes along ``d`` -> ([lanes, here], the shape of the other dims)."""
+    rows = x.movedim(d, -1)
+    rest = tuple(rows.shape[:-1])
+    return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
+
+
 def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     place, out = Place.of(split, d), split.outs[0]
     ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.movedim(d, -1)
-        shape = (*rows.shape[:-1], split.out_shape()[d])
-        if not (count := math.prod(rows.shape[:-1])):
+        lanes, rest = _lanes(x, d)
+        shape = (*rest, split.out_shape()[d])
+        if not len(lanes):
             return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(split.out_shape(), dtype=torch.int64)
-        lanes = rows.reshape(count, place.length).contiguous()
         keys, bits = keys_of(lanes.detach(), descending)
         route = _planned(keys, bits, place, ends)
         at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(lanes.shape)
@@ -149,7 +157,54 @@ def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[
     return run
 
 
+# ---------------------------------------------------------------------------------------------------------------- one element
+
+
+def _selected(split: Split, d: int, keepdim: bool, goal: Callable[[Tensor, tuple[int, ...], int], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and where it stands: of equals the first."""
+    place, n = Place.of(split, d), split.ins[0].shape[d]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        lanes, rest = _lanes(x, d)
+        keys, bits = keys_of(lanes.detach(), False)
+        ordered, order = keys.sort(dim=1, stable=True)
+        found = _searched(ordered, bits, goal(lanes.detach(), place.ranks, n), place.ranks)
+        at = torch.searchsorted(ordered, found)
+        if place.length:
+            mine = torch.searchsorted(ordered, found, right=True) > at
+            local = order.gather(1, at.clamp(max=place.length - 1))
+            value, where = lanes.gather(1, local), torch.where(mine, local + place.offset, n)
+        else:
+            value, where = lanes.sum(1, keepdim=True).to(x.dtype), torch.full_like(at, n)
+        first, owner = share(where, place.ranks).min(0)
+        value = share(value, place.ranks).gather(0, owner.unsqueeze(0))[0]
+        value, first = (t.view((*rest, 1)).movedim(-1, d) for t in (value, first))
+        return (value, first) if keepdim else (value.squeeze(d), first.squeeze(d))
+
+    return run
+
+
+def _middle(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
+    """The lower median; of a lane that holds a NaN, the NaN."""
+    lacking = _nans(lanes, ranks)
+    return torch.where(lacking > 0, n - 1, (n - 1) // 2)
+
+
+def _middle_of_numbers(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
+    """The lower median of what is no NaN."""
+    return (n - 1 - _nans(lanes, ranks)).clamp(min=0) // 2
+
+
+def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    if not lanes.dtype.is_floating_point:
+        return torch.zeros(len(lanes), 1, dtype=torch.int64, device=lanes.device)
+    return world().comm(ranks).all_reduce(lanes.isnan().sum(1, keepdim=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------- rules
+
+
+_NO_ORDER = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]) -> None:
@@ -157,12 +212,12 @@ def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor
         x, dim, descending = _bind(*args, **canonical(kwargs))
         dims = dims_of(x, default if dim is None else dim)
         reduced(op, x, dims, True, None, results)
-        if not split_in(x, dims) or x.dtype.is_complex or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        if not split_in(x, dims) or x.dtype.is_complex or x.dtype in _NO_ORDER:
             return
         d = dims[0]
         op.whole, op.exchanges = set(), {d}
         op.out = [op.dims[x.index]] * results
-        op.traffic = lambda choice: _seconds(choice, d)
+        op.traffic = lambda choice: _seconds(choice, d, True)
 
         def local(split: Split) -> Callable[..., Any]:
             if not split.is_split(d):
@@ -181,8 +236,8 @@ def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = 
     return input, dim, descending
 
 
-def _seconds(choice: Choice, d: int) -> float:
-    """Sorting what a rank then has, and, where the dim is split, the search and the exchange."""
+def _seconds(choice: Choice, d: int, moving: bool) -> float:
+    """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the exchange."""
     spec, cluster = choice.ins[0], current_cluster()
     here, n = max(1, spec.local_numel()), spec.shape[d]
     seconds = _COMPARISON * here * math.log2(n + 1)
@@ -192,10 +247,41 @@ def _seconds(choice: Choice, d: int) -> float:
     lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
     rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
     counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
-    # Values, places and keys go; and the gradient of the values comes back.
-    return 2 * seconds + rounds * counted + 3 * cluster.seconds("all_to_all", here * 8, ranks)
+    # Keys, values and places move.
+    return (1 + moving) * seconds + rounds * counted + 3 * moving * cluster.seconds("all_to_all", here * 8, ranks)
 
 
 _declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
 _declare("argsort", 1, -1, lambda found: found[1])
 _declare("msort", 1, 0, lambda found: found[0])
+
+
+def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -> None:
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        x, dim, keepdim, goal = bind(*args, **canonical(kwargs))
+        dims = dims_of(x, dim)
+        reduced(op, x, dims, keepdim, None, 1 if dim is None else 2)
+        if dim is None or not split_in(x, dims) or x.dtype.is_complex or x.dtype in _NO_ORDER:
+            return
+        d, kind = dims[0], getattr(torch.return_types, name)
+        op.whole, op.exchanges = set(), {d}
+        op.traffic = lambda choice: _seconds(choice, d, False)
+
+        def local(split: Split) -> Callable[..., Any]:
+            if not split.is_split(d):
+                return getattr(torch, name)  # type: ignore[no-any-return]
+            run = _selected(split, d, keepdim, goal)
+            return lambda input, *args, **kwargs: kind(run(input))
+
+        op.local = local
+
+    rule(name)(describe)
+
+
+def _at(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Arg, int | None, bool, Any]:
+    return input, dim, keepdim, lambda lanes, ranks, n: torch.full((1, 1), k - 1, device=lanes.device)
+
+
+_select("kthvalue", _at)
+_select("median", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle))
+_select("nanmedian", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle_of_numbers))
