@@ -7,6 +7,7 @@ device. Whoever hooks in looks at gradients on their way, so none may be owed an
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .reducer import watch
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+__all__ = ["carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
 
 
 def _given_back(grad: Any, dual: Spec | None) -> Any:
@@ -34,9 +35,15 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
     """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp. It may return another. Collective:
     every rank registers the same hooks in the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local tensor."""
-    dual = self._spec.dual()
+    spec, owner = self._spec, weakref.ref(self) if self._local.is_leaf else None
     watch()
-    return self._local.register_hook(lambda local: _given_back(hook(GlobalTensor.wrap(local, dual)), dual))  # type: ignore[no-untyped-call]
+
+    def run(local: Any) -> Any:
+        leaf = owner() if owner is not None else None  # a leaf may have been given other data since
+        dual = (spec if leaf is None else leaf._spec).dual()
+        return _given_back(hook(GlobalTensor.wrap(local, dual)), dual)
+
+    return self._local.register_hook(run)  # type: ignore[no-untyped-call]
 
 
 def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
@@ -44,13 +51,34 @@ def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[Globa
     Returns a handle with ``remove()``."""
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
-    self.__dict__["_watched"] = True
-    if self._leaf is None:
-        owner = weakref.ref(self)
-        return self._local.register_post_accumulate_grad_hook(lambda _: hook(x) if (x := owner()) is not None else None)
-    handle = RemovableHandle(self._leaf.hooks)
-    self._leaf.hooks[handle.id] = hook
+    hooks = self.__dict__.setdefault("_accumulated", OrderedDict())  # torch's handles refer to it weakly
+    if "_watched" not in self.__dict__:
+        self.__dict__["_watched"] = True
+        _arm(self)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
     return handle
+
+
+def _arm(leaf: GlobalTensor) -> None:
+    """Call the hooks of a leaf when its gradient is there: where other ranks add to it the reducer does, else torch."""
+    owner = weakref.ref(leaf)
+
+    def run(local: Any) -> None:
+        x = owner()
+        if x is not None and x._leaf is None and x._local is local:
+            for hook in list(x.__dict__["_accumulated"].values()):
+                hook(x)
+
+    leaf._local.register_post_accumulate_grad_hook(run)
+
+
+def carry(leaf: GlobalTensor, old: Any) -> None:
+    """A leaf has a new local tensor: the hooks of the old one go with it."""
+    if "_watched" in leaf.__dict__:
+        _arm(leaf)
+    if old._backward_hooks:
+        leaf._local._backward_hooks = old._backward_hooks
 
 
 def retain_grad(self: GlobalTensor) -> None:

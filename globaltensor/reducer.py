@@ -54,7 +54,7 @@ class LeafGradient:
         self.reduce_dtype = leaf._reduce_dtype
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
-        self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = OrderedDict()  # torch's handles refer to it weakly
+        self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
         placement = self.spec.placement
         summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
         self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)

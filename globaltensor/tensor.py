@@ -341,12 +341,13 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return
-    self._local = value._local.detach()
+    old, self._local = self._local, value._local.detach()
     self._spec = value._spec
     self.__dict__.pop("_kept_grad", None)
     self._leaf = None
     if kept:
         set_requires_grad(self, True)
+        hooks.carry(self, old)
 
 
 def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:

@@ -389,6 +389,25 @@ def test_several_hooks_after_accumulation() -> None:
         assert [v for _, v in calls] == pytest.approx([total, total, 2 * total])
 
 
+@on(2)
+def test_hooks_stay_with_a_leaf_that_gets_other_data() -> None:
+    """model.half(), p.data = ...: the leaf is the same one, with its hooks and their handles."""
+    for before, after in ((B, B), (S(0), S(0)), (B, S(0)), (S(0), B)):
+        w, x = leaf(values(4, 3), before), leaf(values(5, 4, seed=1), S(0)).detach()
+        calls: list[Any] = []
+        first = w.register_hook(lambda g, calls=calls: calls.append(g.sum().item()))
+        second = w.register_post_accumulate_grad_hook(lambda t, calls=calls: calls.append(t.grad.dtype))
+        w.data = leaf(values(4, 3, seed=2), after).detach().float()
+        total = float(values(5, 4, seed=1).sum()) * 3
+        (x.float() @ w).sum().backward()
+        assert calls == [pytest.approx(total, rel=1e-5), torch.float32]
+        first.remove()
+        second.remove()
+        (x.float() @ w).sum().backward()
+        assert len(calls) == 2
+        assert w.grad.sbp == (after,)
+
+
 def _steps_on_a_grid() -> None:
     """Both kinds of hooks on parameters that are summed over one axis and split over the other."""
     where = flow.placement("cpu", [[0, 1], [2, 3]])
@@ -486,6 +505,18 @@ def test_hooks_of_nodes_see_parts() -> None:
     mine = values(6, 4).tensor_split(flow.env.get_world_size())[flow.env.get_rank()]
     assert torch.equal(seen[0][0], torch.ones_like(mine))
     torch.testing.assert_close(seen[1][0][0], (mine * 2).cos())
+
+
+@on(2)
+def test_older_module_hooks_see_parts() -> None:
+    ours = twins()[1]
+    seen: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours[1].register_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+        ours(leaf(values(6, 4), S(0))).square().sum().backward()
+    assert seen[0].shape == (3, 6)
+    assert not isinstance(seen[0], flow.GlobalTensor)
 
 
 @on(2)
