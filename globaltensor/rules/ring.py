@@ -75,23 +75,31 @@ def paired(n: int, parts: int) -> tuple[Rows, ...]:
 # ---------------------------------------------------------------------------------------------------------------- what travels
 
 
-def _dealt(t: Tensor, ranks: tuple[int, ...], before: Sequence[Rows], after: Sequence[Rows]) -> Tensor:
-    """Rows [..., n, e] from ranks that hold ``before`` to ranks that hold ``after``. No gradient."""
-    comm = world().comm(ranks)
-    me, shape = comm.index, t.shape
-    out = t.new_empty(*shape[:-2], sum(n for _, n in after[me]), shape[-1])
-    sends = {i: torch.cat([t[..., s, :] for s, _ in common], -2) for i in range(len(ranks)) if (common := _common(before[me], after[i]))}
-    takes = {i: common for i in range(len(ranks)) if (common := _common(after[me], before[i]))}
-    each = math.prod(shape[:-2]) * shape[-1]
-    found = comm.exchange(sends, {i: each * sum(s.stop - s.start for s, _ in common) for i, common in takes.items()}, t)
-    for i, common in takes.items():
-        parts = found[i].view(*shape[:-2], -1, shape[-1]) if each else t.new_empty(*shape[:-2], sum(s.stop - s.start for s, _ in common), shape[-1])
-        at = 0
-        # The sender goes through its own stretches in order, so the parts come in the order of theirs.
-        for s, _ in sorted(common, key=lambda pair: pair[1].start):
-            out[..., s, :] = parts[..., at : at + s.stop - s.start, :]
-            at += s.stop - s.start
-    return out
+def _dealt(way: Way, rows: Sequence[Tensor], keys: Sequence[Tensor], back: bool = False) -> list[Tensor]:
+    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on, or back; in one exchange. No gradient."""
+    assert way.dealt is not None
+    comm = world().comm(way.ring)
+    me, p, tensors = comm.index, comm.size, [*rows, *keys]
+    moves = []
+    for which, held in enumerate((way.rows, way.keys)):
+        here, there = tuple((s,) for s in held), way.dealt[which]
+        moves += [(there, here) if back else (here, there)] * len((rows, keys)[which])
+    sends: dict[int, Tensor] = {}
+    takes: dict[int, list[list[slice]]] = {}
+    for i in range(p):
+        gives = [[s for s, _ in _common(before[me], after[i])] for before, after in moves]
+        if any(gives):
+            sends[i] = torch.cat([t[..., s, :].reshape(-1) for t, some in zip(tensors, gives, strict=True) for s in some])
+        # The sender goes through its own stretches in order, and so come the parts.
+        takes[i] = [[s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)] for before, after in moves]
+    takes = {i: some for i, some in takes.items() if any(some)}
+    outs = [t.new_empty(*t.shape[:-2], sum(n for _, n in after[me]), t.shape[-1]) for t, (_, after) in zip(tensors, moves, strict=True)]
+    parts = {i: [out[..., s, :] for out, some in zip(outs, lists, strict=True) for s in some] for i, lists in takes.items()}
+    found = comm.exchange(sends, {i: sum(part.numel() for part in mine) for i, mine in parts.items()}, tensors[0])
+    for i, mine in parts.items():
+        for part, flat in zip(mine, found[i].split_with_sizes([part.numel() for part in mine]), strict=True):
+            part.copy_(flat.view(part.shape))
+    return outs
 
 
 def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
@@ -170,7 +178,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
     dtype, lead = q.dtype, shared(q, k, v)
     rows, keys = way.turns
     if way.dealt:
-        q, k, v = _deal(q, way, 0), _deal(k, way, 1), _deal(v, way, 1)
+        q, k, v = _dealt(way, [q], [k, v])
     ring = _Round(way, k, v)
     kind = torch.float32 if dtype in HALF else dtype
     out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=kind)
@@ -188,7 +196,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
     if len(way.merged) > 1:
         out, total = _merged(out, total, way.merged)
     done = out.to(dtype)
-    return (_deal(done, way, 0, back=True) if way.dealt else done), done, total
+    return (_dealt(way, [done], [], back=True)[0] if way.dealt else done), done, total
 
 
 def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -200,12 +208,6 @@ def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor,
     sums = comm.all_reduce(torch.cat([out * weight, weight], -1))
     weight = sums[..., -1:]
     return sums[..., :-1] / weight.masked_fill(weight == 0, 1.0), weight.log() + top
-
-
-def _deal(t: Tensor, way: Way, which: int, back: bool = False) -> Tensor:
-    held = tuple((s,) for s in (way.keys if which else way.rows))
-    assert way.dealt is not None
-    return _dealt(t, way.ring, way.dealt[which], held) if back else _dealt(t, way.ring, held, way.dealt[which])
 
 
 class _Attend(torch.autograd.Function):
@@ -239,7 +241,7 @@ def _backward(
     if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
         grad = world().comm(way.merged).all_reduce(grad)
     if way.dealt:
-        grad, q, k, v = _deal(grad, way, 0), _deal(q, way, 0), _deal(k, way, 1), _deal(v, way, 1)
+        grad, q, k, v = _dealt(way, [grad, q], [k, v])
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
     # What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values.
@@ -267,7 +269,7 @@ def _backward(
     assert own is not None
     dk, dv = ring.opened(own, ring.me)
     if way.dealt:
-        dq, dk, dv = _deal(dq, way, 0, back=True), _deal(dk, way, 1, back=True), _deal(dv, way, 1, back=True)
+        dq, dk, dv = _dealt(way, [dq], [dk, dv], back=True)
     found = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None if slopes is None or mask is None else slopes.to(mask.dtype)
     return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
 
