@@ -67,13 +67,18 @@ def _istft_of_batch(
 # ---------------------------------------------------------------------------------------------------------------- connectionist temporal classification
 
 
-@rule([torch.ctc_loss])
-def _ctc(
-    op: Op, log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1, zero_infinity: bool = False
-) -> None:  # fmt: skip
-    if reduction:
-        op.compose(_reduced_ctc)
-        return
+def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Tensor:
+    """The loss of each sequence."""
+    operands = (log_probs, targets, *(a for a in (input_lengths, target_lengths) if isinstance(a, Tensor)))
+    if has_torch_function(operands):
+        return handle_torch_function(ctc_losses, operands, log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    if log_probs.is_meta:  # torch reads the lengths, which meta tensors do not have
+        return log_probs.new_empty(log_probs.shape[1:-1])
+    return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+
+
+@rule([ctc_losses])
+def _ctc_losses(op: Op, log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, *rest: Any) -> None:
     op.out = [("n",)]
     if log_probs.ndim != 3 or targets.ndim != 2:  # one sequence, or the targets of all joined together
         op.out = [(None,) * (log_probs.ndim - 2)]
@@ -87,9 +92,9 @@ def _ctc(
     def local(split: Split) -> Callable[..., Tensor]:
         offset, n = split.box("n")
 
-        def run(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def run(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any) -> Tensor:
             mine = [a if isinstance(a, Tensor) else tuple(a)[offset : offset + n] for a in (input_lengths, target_lengths)]
-            return torch.ctc_loss(log_probs, targets, *mine, *args, **kwargs)
+            return ctc_losses(log_probs, targets, *mine, *rest)
 
         return run
 
@@ -97,12 +102,17 @@ def _ctc(
     op.local = unless_empty(op)
 
 
+@rule([torch.ctc_loss])
+def _ctc(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = _reduced_ctc
+
+
 def _reduced_ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1, zero_infinity: bool = False
 ) -> Tensor:  # fmt: skip
-    losses = torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
-    if reduction == 2:
-        return losses.sum()
+    losses = ctc_losses(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    if reduction != 1:
+        return losses.sum() if reduction else losses
     lengths = target_lengths if isinstance(target_lengths, Tensor) else torch.tensor(target_lengths)
     return (losses / lengths.clamp(min=1).to(losses.dtype).reshape(losses.shape)).mean()
 
