@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from support.everywhere import compare, full
 from support.pool import run_on
 from torch import nn
@@ -581,3 +582,59 @@ def test_traffic_of_a_layer() -> None:
 
     assert simulate(2, run, S(0)) == [[]] * 2
     assert simulate(2, run, S(1)) == [["exchange"]] * 2
+
+
+def test_some_gradients_only() -> None:
+    """Queries alone, keys alone, values alone, a mask alone: whatever has a gradient, all ranks take part in the same rounds."""
+    tensors = [*qkv(), x(7, 9)]
+    for wanted in range(4):
+        plain = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        A(*plain).pow(2).sum().backward()
+
+        def run(wanted: int = wanted, plain: Any = plain) -> None:
+            for mine in (S(2), B):
+                layouts = [mine, S(2), S(2), B]
+                ours = [spread(t, placement((3,)), [s]).detach().requires_grad_(i == wanted) for i, (t, s) in enumerate(zip(tensors, layouts, strict=True))]
+                with flow.attention("ring"):
+                    out = A(*ours)
+                out.pow(2).sum().backward()
+                torch.testing.assert_close(full(ours[wanted].grad), plain[wanted].grad, rtol=1e-9, atol=1e-9)
+
+        simulate(3, run)
+
+
+def test_ranks_outside_the_placement() -> None:
+    def run() -> torch.Tensor:
+        where = flow.placement("cpu", [0, 2])
+        ours = [t.to_global(where, B).to_global(sbp=S(2)).detach().requires_grad_() for t in qkv()]
+        found = []
+        for method in METHODS:
+            with flow.attention(method):
+                out = A(*ours, is_causal=True)
+            out.pow(2).sum().backward()
+            found.append(out.detach().to_global(flow.placement("cpu", [0, 1, 2]), B).to_local())
+        return torch.stack(found)
+
+    want = A(*qkv(), is_causal=True)
+    for found in simulate(3, run):
+        torch.testing.assert_close(found, want.expand_as(found), rtol=1e-9, atol=1e-9)
+
+
+def test_checkpoint() -> None:
+    """A recomputed attention goes its own way again where the setting stands inside what is recomputed."""
+
+    def attended(*tensors: torch.Tensor) -> torch.Tensor:
+        with flow.attention("ring"):
+            return A(*tensors)
+
+    def run() -> list[torch.Tensor]:
+        found = []
+        for call in (attended, partial(torch.utils.checkpoint.checkpoint, attended, use_reentrant=False)):
+            ours = [spread(t, placement((2,)), [S(2)]) for t in qkv()]
+            call(*ours).pow(2).sum().backward()
+            found += [full(t.grad) for t in ours]
+        return found
+
+    for found in simulate(2, run):
+        for got, want in zip(found[3:], found[:3], strict=True):
+            assert torch.equal(got, want)

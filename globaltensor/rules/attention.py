@@ -136,12 +136,12 @@ def _by(method: str) -> Callable[..., Tensor]:
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        how = {"scale": scale, "enable_gqa": enable_gqa}
+        how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if has_torch_function(tensors):
             return handle_torch_function(  # type: ignore[no-any-return]
                 scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, **how
             )
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)  # type: ignore[arg-type]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
     def describe(
         op: Op, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
