@@ -18,7 +18,7 @@ MOST_LINES = 500
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_torch", "errors", "buckets", "borrowed"),
+    ("_torch", "errors", "buckets", "borrowed", "bodies"),
     ("sbp", "placement"),
     ("spec",),
     ("wrapper",),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("boxing", "comm"),
     ("rules", "reducer"),
-    ("sharded", "bodies"),
+    ("sharded",),
     ("plans",),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
