@@ -82,13 +82,13 @@ def _there(flat: Tensor, route: _Route) -> Tensor:
 
 
 class _Routed(torch.autograd.Function):
-    """Elements in the order of a route; ``back``: from there to where they were."""
+    """Elements in the order of a route; ``back``: from there to where they were. ``came``: what they exchange, where that is done already."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, route: _Route, back: bool) -> Tensor:
+    def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
         ctx.route, ctx.back = route, back
         if not back:
-            return _there(flat, route)[route.places]
+            return (_there(flat, route) if came is None else came)[route.places]
         received = torch.empty_like(flat)
         received[route.places] = flat
         came = torch.cat(world().comm(route.ranks).all_to_all(received.split(route.receives), route.sends, fresh=False))
@@ -98,16 +98,17 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back), None, None  # type: ignore[no-untyped-call]
+        return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back, None), None, None, None  # type: ignore[no-untyped-call]
 
 
-def _planned(keys: Tensor, bits: int, place: Place, ends: list[int]) -> _Route:
-    """The route of ``keys`` [lanes, here] to ranks whose parts of the result end at ``ends``."""
-    lanes, here = keys.shape
+def _planned(lanes: Tensor, descending: bool, place: Place, ends: list[int]) -> tuple[_Route, Tensor]:
+    """The route of ``lanes`` [lanes, here] to ranks whose parts of the result end at ``ends``, and what comes here by it."""
+    keys, bits = keys_of(lanes, descending)
+    count, here = keys.shape
     local, order = keys.sort(dim=1, stable=True)
     total = sum(place.lengths)
     inner = [e for e in ends[:-1] if e < total]  # the element at each of these is the first of another rank
-    cuts = torch.full((lanes, len(ends) - 1), here, device=keys.device)
+    cuts = torch.full((count, len(ends) - 1), here, device=keys.device)
     if inner:
         borders = torch.tensor([inner], device=keys.device)
         first = _searched(local, bits, borders, place.ranks)
@@ -117,18 +118,22 @@ def _planned(keys: Tensor, bits: int, place: Place, ends: list[int]) -> _Route:
         short = borders - every[:, 0].sum(0)
         mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
         cuts[:, : len(inner)] = less + mine
-    counts = torch.cat([cuts, torch.full((lanes, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(lanes, 1))
+    counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(count, 1))
     every = share(counts, place.ranks)  # [from, lanes, to]
-    towards = torch.searchsorted(cuts, torch.arange(here, device=keys.device).expand(lanes, here).contiguous(), right=True)
-    flat = (order + torch.arange(lanes, device=keys.device).unsqueeze(1) * here).flatten()
-    sending = flat[towards.flatten().sort(stable=True).indices]
+    sending = order.flatten()
+    if count > 1:  # one lane is in the order of the ranks as it is
+        steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
+        towards = torch.searchsorted(cuts, steps, right=True)
+        sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[towards.flatten().sort(stable=True).indices]
     sizes = every.sum(1).tolist()
-    route = _Route(place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], flat)
-    came = _there(keys.flatten(), route)
-    lane = torch.cat([torch.arange(lanes, device=keys.device).repeat_interleave(c) for c in every[:, :, place.index].unbind(0)])
+    route = _Route(place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending)
+    came = _there(lanes.flatten(), route)
     # By key, and among equals in the order in which they came: that of the ranks, and on each that of its elements. Then lane by lane.
-    by_key = came.sort(stable=True).indices
-    return route._replace(places=by_key[lane[by_key].sort(stable=True).indices])
+    places = keys_of(came, descending)[0].sort(stable=True).indices
+    if count > 1:
+        lane = torch.cat([torch.arange(count, device=keys.device).repeat_interleave(c) for c in every[:, :, place.index].unbind(0)])
+        places = places[lane[places].sort(stable=True).indices]
+    return route._replace(places=places), came
 
 
 def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -147,10 +152,9 @@ def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[
         shape = (*rest, split.out_shape()[d])
         if not len(lanes):
             return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(split.out_shape(), dtype=torch.int64)
-        keys, bits = keys_of(lanes.detach(), descending)
-        route = _planned(keys, bits, place, ends)
+        route, came = _planned(lanes.detach(), descending, place, ends)
         at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(lanes.shape)
-        values = _Routed.apply(lanes.flatten(), route, False)  # type: ignore[no-untyped-call]
+        values = _Routed.apply(lanes.flatten(), route, False, came)  # type: ignore[no-untyped-call]
         places = _there(at.flatten(), route)[route.places]
         return values.view(shape).movedim(-1, d), places.view(shape).movedim(-1, d)
 
@@ -247,8 +251,8 @@ def _seconds(choice: Choice, d: int, moving: bool) -> float:
     lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
     rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
     counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
-    # Keys, values and places move.
-    return (1 + moving) * seconds + rounds * counted + 3 * moving * cluster.seconds("all_to_all", here * 8, ranks)
+    # Values and their places move.
+    return (1 + moving) * seconds + rounds * counted + 2 * moving * cluster.seconds("all_to_all", here * 8, ranks)
 
 
 _declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
