@@ -246,6 +246,41 @@ def test_grad_scaler(mode: str, name: str, clip: bool) -> None:
     assert found[0][0] == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]
 
 
+@pytest.mark.parametrize("name", ["AdamW fused", "SGD foreach"])
+def test_grad_scaler_where_somebody_watches_the_steps(name: str) -> None:
+    """Such steps go through the kernels over lists of global tensors."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[name](parameters)
+        optimizer.register_step_pre_hook(lambda *args: None)
+        return optimizer
+
+    for table in TABLES.values():
+        simulate(2, scaled, table, make, True, timeout=20.0)
+
+
+def _stages() -> None:
+    """Parameters on several placements: an inf in one stage stops the step of the others."""
+    first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2])
+    for bad in (False, True):
+        a, b = copy.deepcopy(START[0]).to_global(first, S(0)), copy.deepcopy(START[3]).to_global(second, B)
+        optimizer, scaler = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [p.to_local().clone() for p in (a.weight, b.weight)]
+        y = b(a(values(5, 4).to_global(flow.placement.all("cpu"), B).to_global(first, B)).to_global(second, B))
+        if bad:
+            a.weight.register_hook(lambda g: g * float("inf"))
+        scaler.scale(y.square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if bad else 4.0)
+        for p, was in zip((a.weight, b.weight), before, strict=True):
+            assert torch.equal(p.to_local(), was) == (bad or not was.numel())
+
+
+def test_grad_scaler_over_stages() -> None:
+    simulate(3, _stages)
+
+
 def test_grad_scaler_on_processes() -> None:
     run_on(2, scaled_on_processes)
 
