@@ -138,7 +138,7 @@ def _by(method: str) -> Callable[..., Tensor]:
         tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if has_torch_function(tensors):
-            return handle_torch_function(  # type: ignore[no-any-return]
+            return handle_torch_function(
                 scaled_dot_product_attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, **how
             )
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)

@@ -245,9 +245,8 @@ def _backward(
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
     # What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values.
-    message: Tensor | None = as_bytes(q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype))
-    if ring.count > 1:
-        message = torch.cat([message, as_bytes(_packed(k, v))])
+    first = as_bytes(q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype))
+    message: Tensor | None = first if ring.count == 1 else torch.cat([first, as_bytes(_packed(k, v))])
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
     for t in range(ring.count):
         if message is not None:
@@ -262,7 +261,7 @@ def _backward(
                 dq[..., r, :].add_(found[0])
                 dk[..., c, :].add_(found[1])
                 dv[..., c, :].add_(found[2])
-                if slopes is not None:
+                if slopes is not None and found[3] is not None:
                     cut(slopes, r, key_slice(keys[j], c)).add_(found[3])
         message, home = _handed_on(ring, t, message, total.dtype, q)
         own = home if home is not None else own
@@ -325,7 +324,7 @@ def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
             scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype is torch.bool else scores + mask
         blind = (scores == -math.inf).all(-1, keepdim=True)
         out = (scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ values).to(q.dtype)
-        wanted = [t for t, need in zip((q, k, v, mask), needed, strict=True) if need]
+        wanted = [t for t, need in zip((q, k, v, mask), needed, strict=True) if need and t is not None]
         # No element of a rank may be in the graph, but its gradients must be: the others' way round goes through here.
         out = out + zeros_connected((), out.dtype, [q, k, v] if mask is None else [q, k, v, mask])
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))

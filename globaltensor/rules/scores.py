@@ -92,8 +92,8 @@ def block_backward(
     """Gradients of q, k, v and the mask; ``out`` and ``total`` are those of all keys."""
     lead = tuple(out.shape[:-2])
     if _by_kernel(q, k, v, mask):
-        heads = [_as_heads(t, lead) for t in (grad, q, k, v, out)]
-        found = _torch.flash_attention_backward(*heads, _as_heads(total, lead).squeeze(-1), square, scale)
+        g, qh, kh, vh, o, t = (_as_heads(t, lead) for t in (grad, q, k, v, out, total))
+        found = _torch.flash_attention_backward(g, qh, kh, vh, o, t.squeeze(-1), square, scale)
         shaped = [g.reshape(*lead, *g.shape[-2:]) for g in found]
         return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape), None
     shapes = q.shape, k.shape, v.shape
