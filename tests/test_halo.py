@@ -263,3 +263,15 @@ def test_a_halo_is_all_that_moves(function: Any, others: list[tuple[int, ...]], 
     assert [there for there, _ in found] == ([[("exchange", n * ROW)] for n in rows] if rows else [[]] * 4)
     back = [sum(n for _, n in back) for _, back in found]
     assert sum(back) == sum(rows) * ROW, "the gradient of the halo goes back to whom it came from"
+
+
+def test_a_world_of_one_has_the_same_splits() -> None:
+    def alone() -> None:
+        bands = x(2, 3, 8, 6).to_global(flow.placement.all("cpu"), S(2))
+        for f in (partial(F.conv2d, weight=x(4, 3, 3, 3)), partial(F.avg_pool2d, kernel_size=2), partial(F.interpolate, scale_factor=2)):
+            assert f(bands).sbp == (S(2),)
+        for f in (partial(torch.flip, dims=(2,)), partial(torch.roll, shifts=1, dims=2), partial(torch.cumsum, dim=2), partial(torch.rot90, k=2, dims=(2, 3))):
+            assert f(bands).sbp == (S(2),)
+            close(full(f(bands)), f(x(2, 3, 8, 6)), str(f))
+
+    simulate(1, alone)

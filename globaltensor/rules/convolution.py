@@ -14,7 +14,7 @@ from ..boxing.halo import fetch
 from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
 from .matmul import product
 from .notation import Arg, Dims, Op, Split
-from .parts import register, split_in, unless_empty, zeros_connected
+from .parts import register, unless_empty, zeros_connected
 
 __all__: list[str] = []
 
@@ -73,7 +73,7 @@ def _conv(space: int, transposed: bool) -> None:
 
 def _room(op: Op, x: Arg, first: int) -> Dims:
     """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of a halo."""
-    room: Dims = tuple(d if split_in(x, [d]) else None for d in range(first, x.ndim))
+    room: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
     op.exchanges = {f for f in room if f is not None}
     return room
 

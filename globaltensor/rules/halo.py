@@ -19,7 +19,9 @@ from ..distributed.world import world
 from ..spec import Spec
 from .notation import Split
 
-__all__ = ["Geometry", "Window", "clipped", "fibers", "laid_out", "moved", "padded", "pair_up", "reach_of", "settle_windows", "split_room", "weighed"]
+__all__ = [
+    "Geometry", "Window", "clipped", "fibers", "is_spread", "laid_out", "moved", "padded", "pair_up", "reach_of", "settle_windows", "split_room", "weighed",
+]  # fmt: skip
 
 
 def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
@@ -28,8 +30,13 @@ def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
 
 
 def split_room(split: Split) -> list[int]:
-    """The dims of operand 0 that are split here and along which its rule exchanges."""
-    return [d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and split.is_split(f)]
+    """The dims of operand 0 along which its rule exchanges here: split, and over more than one rank."""
+    return [d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)]
+
+
+def is_spread(split: Split, dim: int) -> bool:
+    """Whether several ranks hold ``dim`` of operand 0."""
+    return len(fibers(split.ins[0], split.rank, dim)) > 1
 
 
 def reach_of(split: Split, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]) -> Reach:

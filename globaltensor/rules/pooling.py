@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_room
 from .notation import Arg, Op, Split
-from .parts import register, split_in, unless_empty, zeros_connected
+from .parts import register, unless_empty, zeros_connected
 from .registry import RULES
 
 __all__: list[str] = []
@@ -54,7 +54,7 @@ def _parallel(op: Op, space: int) -> int:
 
 def _keep_split(op: Op, x: Arg, dims: Sequence[int]) -> None:
     """Dims of space that are split may stay so."""
-    op.exchanges = {d for d in dims if split_in(x, [d])}
+    op.exchanges = {d for d in dims if x.is_split(d)}
     op.set(x, tuple(d if d in op.exchanges else f for d, f in enumerate(op.dims[x.index])))
     op.out = [op.dims[x.index]]
 
@@ -173,7 +173,7 @@ def _power(function: Any, space: int) -> None:
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         x = op.args[0]
-        if split_in(x, range(lead, x.ndim)):
+        if any(map(x.is_split, range(lead, x.ndim))):
             op.compose(run)
         op.local = unless_empty(op, function)
 

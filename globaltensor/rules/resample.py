@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .halo import moved, split_room, weighed
 from .notation import Arg, Op, Split
-from .parts import register, split_in, unless_empty, zeros_connected
+from .parts import register, unless_empty, zeros_connected
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ def _interpolate(
     antialias: bool = False,
 ) -> None:
     space = range(2, input.ndim)
-    split_dims = {d for d in space if split_in(input, [d])}
+    split_dims = {d for d in space if input.is_split(d)}
     if mode == "area" and split_dims:
         pool = getattr(F, f"adaptive_avg_pool{len(space)}d")
         op.compose(lambda input, *args, **kwargs: pool(input, _sizes(input.shape[2:], size, scale_factor)))

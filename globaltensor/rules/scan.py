@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..boxing.halo import share
 from ..distributed.world import world
-from .halo import fibers
+from .halo import fibers, is_spread
 from .notation import Arg, Op, Split
-from .parts import canonical, dims_of, reduced, split_in
+from .parts import canonical, dims_of, reduced
 from .views import each_spelling
 
 __all__: list[str] = []
@@ -54,7 +54,7 @@ def along(op: Op, x: Arg, dim: int, results: int) -> int | None:
     """Describe a function that works along one dim -> the dim where it is split and may stay so; else it must be whole."""
     dims = dims_of(x, dim)
     reduced(op, x, dims, True, None, results)
-    if not split_in(x, dims):
+    if not any(map(x.is_split, dims)):
         return None
     op.whole = set()
     op.exchanges = set(dims)
@@ -98,7 +98,7 @@ def _folding(spelled: str) -> Callable[..., None]:
             return
 
         def local(split: Split) -> Callable[..., Tensor]:
-            if not split.is_split(d):
+            if not is_spread(split, d):
                 return getattr(Tensor, spelled)  # type: ignore[no-any-return]
             run = _folded(fold, Place.of(split, d), d, split.outs[0].dtype, world().device(split.ins[0].placement.type))
             if inplace:  # the gradient needs what was there before
@@ -141,7 +141,7 @@ def _extreme(name: str) -> Callable[..., None]:
         x, dim = _bind(*args, **canonical(kwargs))
         d = along(op, x, dim, 2)
         if d is not None:
-            op.local = lambda split: _climbed(name, Place.of(split, d), d) if split.is_split(d) else getattr(torch, name)
+            op.local = lambda split: _climbed(name, Place.of(split, d), d) if is_spread(split, d) else getattr(torch, name)
 
     return describe
 

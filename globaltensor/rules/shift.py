@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .halo import moved, split_room
 from .notation import Arg, Op, Split
-from .parts import split_in
 from .registry import rule
 from .views import passes
 
@@ -24,7 +23,7 @@ _Positions = Callable[[int, int], np.ndarray]
 
 def _moves(op: Op, x: Arg, places: dict[int, _Positions], rest: Callable[[Tensor, list[int]], Tensor], value: float = 0.0) -> None:
     """Elements change places along the dims of ``places``. ``rest(part, dims)`` moves them along those of the dims that this rank has whole."""
-    op.exchanges = {d for d in places if split_in(x, [d])}
+    op.exchanges = {d for d in places if x.is_split(d)}
     op.set(x, [None if d in places and d not in op.exchanges else d for d in range(x.ndim)])
     op.out = [op.dims[x.index]]
 
@@ -66,7 +65,7 @@ def _rot90(op: Op, input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> None
     op.set(input, [None if d in turned and k % 4 else d for d in range(input.ndim)])
     op.out = [op.dims[0]]
     passes(op)
-    if k % 4 and split_in(input, turned):
+    if k % 4 and any(map(input.is_split, turned)):
         op.compose(_turned)
 
 

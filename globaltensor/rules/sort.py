@@ -19,6 +19,7 @@ from ..boxing.halo import share
 from ..cluster import current_cluster
 from ..distributed.world import world
 from .choose import Choice
+from .halo import is_spread
 from .notation import Arg, Op, Split
 from .parts import canonical, dims_of, reduced, split_in
 from .registry import rule
@@ -216,15 +217,16 @@ def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor
         x, dim, descending = _bind(*args, **canonical(kwargs))
         dims = dims_of(x, default if dim is None else dim)
         reduced(op, x, dims, True, None, results)
-        if not split_in(x, dims) or x.dtype.is_complex or x.dtype in _NO_ORDER:
+        if not any(map(x.is_split, dims)) or x.dtype.is_complex or x.dtype in _NO_ORDER:
             return
         d = dims[0]
         op.whole, op.exchanges = set(), {d}
         op.out = [op.dims[x.index]] * results
-        op.traffic = lambda choice: _seconds(choice, d, True)
+        if split_in(x, dims):
+            op.traffic = lambda choice: _seconds(choice, d, True)
 
         def local(split: Split) -> Callable[..., Any]:
-            if not split.is_split(d):
+            if not is_spread(split, d):
                 return getattr(torch, name)  # type: ignore[no-any-return]
             run = _sorted(split, d, descending)
             return lambda input, *args, **kwargs: make(run(input))
