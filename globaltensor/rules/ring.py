@@ -245,14 +245,17 @@ def _backward(
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
     # What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values.
-    first = as_bytes(q.new_zeros(sum(ring.sizes(ring.me)), dtype=total.dtype))
-    message: Tensor | None = first if ring.count == 1 else torch.cat([first, as_bytes(_packed(k, v))])
+    held = sum(ring.sizes(ring.me))
+    message: Tensor | None = q.new_zeros(held * (total.itemsize + (q.itemsize if ring.count > 1 else 0)), dtype=torch.uint8)
+    if ring.count > 1 and message is not None:
+        for place, t in zip(ring.opened(_parts(ring, message, ring.me, total.dtype, q.dtype)[1], ring.me), (k, v), strict=True):
+            place.copy_(t)
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
-    for t in range(ring.count):
+    for turn in range(ring.count):
         if message is not None:
-            j = ring.block(t)
+            j = ring.block(turn)
             sums, flat = _parts(ring, message, j, total.dtype, q.dtype)
-            if t:
+            if turn:
                 k, v = ring.opened(flat, j)
             dk, dv = ring.opened(sums, j)
             for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[j], way.causal):
@@ -263,7 +266,7 @@ def _backward(
                 dv[..., c, :].add_(found[2])
                 if slopes is not None and found[3] is not None:
                     cut(slopes, r, key_slice(keys[j], c)).add_(found[3])
-        message, home = _handed_on(ring, t, message, total.dtype, q)
+        message, home = _handed_on(ring, turn, message, total.dtype, q)
         own = home if home is not None else own
     assert own is not None
     dk, dv = ring.opened(own, ring.me)
