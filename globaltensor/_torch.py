@@ -52,7 +52,9 @@ def twin_of_kernel(kernel: Any) -> Any:
 
 def kernel_writes(kernel: Any) -> bool:
     """Whether a kernel writes into one of its arguments. A name without its overload tells by its ending."""
-    return kernel.__name__.endswith("_") if isinstance(kernel, torch._ops.OpOverloadPacket) else bool(kernel._schema.is_mutable)
+    if isinstance(kernel, torch._ops.OpOverloadPacket):
+        return kernel.__name__.endswith("_") or ("default" in kernel.overloads() and bool(kernel.default._schema.is_mutable))
+    return bool(kernel._schema.is_mutable)
 
 
 def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
@@ -77,6 +79,8 @@ meshgrid_of_list = torch._VF.meshgrid
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
 #: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
 grouped_mm = [f for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)) if f is not None]
+#: Batch norm's kernel by its newer name.
+batch_norm_kernel = torch._native_batch_norm_legit
 #: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
 softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]

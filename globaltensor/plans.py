@@ -269,7 +269,12 @@ class Whole(Plan):
         out: Any = None
         if not inner.outside:
             these = iter(locals_)
+            before = [-1 if t.is_inference() else t._version for t in locals_]
             out = func(*replaced(args, these), **replaced(kwargs, these))
+            for i, version in enumerate(before):
+                if inner.routes[i] is not None and version >= 0 and locals_[i]._version != version and not (self.inplace and i == 0):
+                    with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
+                        tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
         members = set(self.placement.flat)
         if len(members) < world().size:
             out = self._share(out, inner.outside, locals_)

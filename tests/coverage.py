@@ -5,6 +5,9 @@ body, or ours) and none of them made the largest operand whole; **own** where no
 **whole** where a rule wants every operand whole or the result's shape depends on data; **fallback** where no rule knows it: every operand is made whole,
 with a warning. The best of all samples and layouts counts.
 
+At most three samples of an op are tried (the first, the first of those with the most dims, one more), each on 2, 4 and 2x2 simulated ranks and split in
+up to three fixed layouts and one drawn, partial sums among them; parts are of unequal sizes, and empty where there are fewer elements than ranks.
+
 Verdicts: **right**, plain torch's numbers in every layout; **some**, right or refused with an error that says what to do, never wrong; **refused** in
 every layout; **wrong**, other numbers; **error**, an error that is not the library's. DTensor's beside it: the same samples in the layouts that do not
 mix (every operand split by its first dim; the first operand only; by the last dim) on two ranks; **some** where it raises in some of them, **fails** in all.
@@ -104,7 +107,7 @@ def report(rows: Sequence[Row]) -> str:
         ours = [sum(r["verdicts"].get(k) == v for r in measured) for k in KINDS] + [_count(measured, "uneven", v)]
         peers = [r["dtensor"] for r in measured]
         theirs = [sum(p["verdicts"].get(k) == v for p in peers) for k in ("forward", "backward")] + [sum(p["uneven"] == v for p in peers)]
-        text.append(f"| {v} | " + " | ".join(map(str, [*ours, *theirs])) + " |")
+        text.append(f"| {'refused (DTensor: fails)' if v == 'refused' else v} | " + " | ".join(map(str, [*ours, *theirs])) + " |")
     text += ["", "## Refused, or wrong", ""]
     text += [f"- `{r['op']}`: {'; '.join(r['problems'])}" for r in measured if {"refused", "error", "wrong"} & set(r["verdicts"].values())]
     for kind, title in (("fallback", "Run on whole tensors, without a rule"), ("whole", "Run whole by rule")):
@@ -163,8 +166,8 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--samples", type=int, default=4, help="samples of each op at most")
-    parser.add_argument("--draws", type=int, default=2, help="drawn layouts of each sample, beside up to three fixed ones")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each op at most")
+    parser.add_argument("--draws", type=int, default=1, help="drawn layouts of each sample, beside up to three fixed ones")
     parser.add_argument("--only", default="", help="ops whose name holds one of these texts (comma between; =name: that op); the others keep their rows")
     parser.add_argument("--part", default="1/1", help="k/n: the k-th of n slices of the ops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

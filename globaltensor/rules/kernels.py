@@ -140,6 +140,38 @@ def _affine_grid(op: Op, theta: Arg, size: Sequence[int], align_corners: bool) -
 # ---------------------------------------------------------------------------------------------------------------- kernels of layers
 
 
+@rule([torch.batch_norm])
+def _batch_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = lambda input, weight, bias, mean, var, *rest: F.batch_norm(input, mean, var, weight, bias, *rest[:3])
+
+
+@rule([torch.instance_norm])
+def _instance_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = lambda input, weight, bias, mean, var, *rest: F.instance_norm(input, mean, var, weight, bias, *rest[:3])
+
+
+@rule("native_batch_norm")
+def _native_batch_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = _normed_batch
+
+
+@rule([_torch.batch_norm_kernel])
+def _batch_norm_kernel(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = lambda input, weight, bias, *rest: _normed_batch(input, weight, bias, *(rest if len(rest) == 5 else (None, None, *rest)))
+
+
+def _normed_batch(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(result, mean, 1 / standard deviation); the last two empty where the running ones are used."""
+    out = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        return out, input.new_empty(0), input.new_empty(0)
+    variance, mean = torch.var_mean(input.detach(), [d for d in range(input.ndim) if d != 1], correction=0)
+    return out, mean, (variance + eps).rsqrt()
+
+
 @rule("native_layer_norm")
 def _native_layer_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None, bias: Arg | None, eps: float) -> None:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))

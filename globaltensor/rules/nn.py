@@ -123,7 +123,7 @@ def _instance_norm(
 ) -> None:  # fmt: skip
     tracked = running_mean is not None and use_input_stats  # buffers are written: the same everywhere
     space = tuple(range(2, input.ndim))
-    if use_input_stats and not tracked and split_in(input, space):
+    if use_input_stats and (split_in(input, space) or (tracked and (split_in(input, (0, 1)) or _apart(running_mean, running_var)))):
         op.compose(_split_instance_norm)
         return
     op.set(input, (*("n", "c")[: input.ndim], *(("s", d) for d in space)))
@@ -139,8 +139,19 @@ def _split_instance_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None, bias: Tensor | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    out, _, _ = _centred(input, tuple(range(2, input.ndim)), eps)
+    space = tuple(range(2, input.ndim))
+    out, mean, variance = _centred(input, space, eps)
+    if running_mean is not None and running_var is not None:
+        count = math.prod(input.shape[d] for d in space)
+        with torch.no_grad():
+            _follow(running_mean, mean.detach().mean((0, *space)), momentum)
+            _follow(running_var, variance.detach().mean((0, *space)) * (count / max(1, count - 1)), momentum)
     return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
+
+
+def _apart(*buffers: Arg | None) -> bool:
+    """Whether some buffer that is written lies on several ranks: what a kernel writes into a copy brought together is lost."""
+    return any(not e.is_broadcast for b in buffers if b is not None for e in b.spec.layout)
 
 
 register(F.instance_norm, _instance_norm)
@@ -154,7 +165,7 @@ def _batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
-    if training and (split_in(input, others) or (running_mean is not None and input.is_split(1))):
+    if training and (split_in(input, others) or (running_mean is not None and input.is_split(1)) or _apart(running_mean, running_var)):
         op.compose(_split_batch_norm)
         return
     names: list[Factor] = ["c" if d == 1 else d for d in range(input.ndim)]

@@ -158,6 +158,7 @@ class Call:
 
     def __init__(self, op: Any, function: Any, ins: Any, kwargs: Any, tensors: Any, what: str) -> None:
         self.op, self.function, self.ins, self.kwargs, self.tensors, self.what = op, function, ins, kwargs, tensors, what
+        self.written: dict[int, torch.Tensor] = {}  # operands that plain torch writes into (running statistics) -> what they are then
         self.drawn = any(part in op.name for part in _RANDOM) or op.name.endswith(_DRAWS_IF_ASKED)
 
     def run(self, tensors: Sequence[torch.Tensor], out: Any = None) -> Any:
@@ -178,6 +179,7 @@ class Call:
             torch.manual_seed(0)
             out = self._blank() if self.what == "out" else None
             result = self.run(tensors, out)
+            self.written = {i: t.detach().clone() for i, t in enumerate(tensors) if not t.equal(self.tensors[i].detach()) and self.what == "forward"}
             if out is not None:
                 if self.differs(out, self.run(tensors)):
                     return None  # torch's own out= is not its result (ihfft over one dim is not conjugated)
@@ -256,7 +258,7 @@ class Call:
             ran = "own"
         if ran == "own" and any(t.is_global and not all(e.is_broadcast for e in t._spec.layout) for t in tensors_in([result])):
             ran = "native"  # by a handler, which needs no plan
-        why = self.differs(result, want[0])
+        why = self.differs(result, want[0]) or next((f"operand {i}: {w}" for i, t in self.written.items() if (w := self.differs(ours[i], t))), "")
         found = [(self.what, "wrong" if why else "right", ran, why)]
         if want[1] and self.back(result):
             why = next((f"gradient {i}: {w}" for i, (t, g) in enumerate(zip(ours, want[1], strict=True)) if (w := self.differs_grad(t, g))), "")
