@@ -244,12 +244,7 @@ def _backward(
         grad, q, k, v = _dealt(way, [grad, q], [k, v])
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
-    # What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values.
-    held = sum(ring.sizes(ring.me))
-    message: Tensor | None = q.new_zeros(held * (total.itemsize + (q.itemsize if ring.count > 1 else 0)), dtype=torch.uint8)
-    if ring.count > 1 and message is not None:
-        for place, t in zip(ring.opened(_parts(ring, message, ring.me, total.dtype, q.dtype)[1], ring.me), (k, v), strict=True):
-            place.copy_(t)
+    message: Tensor | None = _first_message(ring, k, v, total.dtype)
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
     for turn in range(ring.count):
         if message is not None:
@@ -274,6 +269,16 @@ def _backward(
         dq, dk, dv = _dealt(way, [dq], [dk, dv], back=True)
     found = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None if slopes is None or mask is None else slopes.to(mask.dtype)
     return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
+
+
+def _first_message(ring: _Round, k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
+    """What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values, where anybody sees them."""
+    size = wide.itemsize + (k.itemsize if ring.count > 1 else 0)
+    message = k.new_zeros(sum(ring.sizes(ring.me)) * size, dtype=torch.uint8)
+    if ring.count > 1:
+        for place, t in zip(ring.opened(_parts(ring, message, ring.me, wide, k.dtype)[1], ring.me), (k, v), strict=True):
+            place.copy_(t)
+    return message
 
 
 def _parts(ring: _Round, message: Tensor, j: int, wide: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
