@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 GRIDS = ((2,), (4,), (2, 2))
 KINDS = ("forward", "backward", "in-place", "out")
-RAN = ("native", "composite", "own", "whole", "fallback")
+RAN = ("native", "composite", "whole", "fallback", "own")
 VERDICTS = ("right", "some", "refused", "error", "wrong")
 SECONDS = 240.0  # what one op may take
 PEER_SECONDS = 15.0  # what DTensor gets of it: with many operands it searches long for placements
