@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
+from globaltensor.boxing.moves import show_bytes
 from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
@@ -448,15 +449,16 @@ def test_setting() -> None:
 
 
 def test_a_ring_is_no_boxing() -> None:
-    def run() -> list[int]:
+    def run() -> list[str]:
         ours = [spread(t, placement((2,)), [S(2)]) for t in qkv()]
-        with flow.attention("ring"), flow.no_boxing(), flow.boxing_log() as log:
+        with flow.attention("ring"), flow.no_boxing(), flow.boxing_log() as log:  # asked for by name
             A(*ours)
         with pytest.raises(flow.errors.BoxingError), flow.attention("heads"), flow.no_boxing():
             A(*ours)
-        return [r.bytes for r in log if r.bytes]
+        return [str(r) for r in log if r.bytes]
 
-    assert simulate(2, run) == [[], []]
+    nbytes = sum(t.nbytes for t in qkv()[1:]) // 2
+    assert simulate(2, run) == [[f"scaled_dot_product_attention: keys and values round the ring  exchange  {show_bytes(nbytes)}"]] * 2
 
 
 def test_an_error_is_torchs() -> None:

@@ -19,6 +19,7 @@ from globaltensor.boxing.halo import Reach, fetch
 from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
+from globaltensor.errors import BoxingError
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 B, P, S = broadcast, partial_sum, split
@@ -275,3 +276,22 @@ def test_a_world_of_one_has_the_same_splits() -> None:
             close(full(f(bands)), f(x(2, 3, 8, 6)), str(f))
 
     simulate(1, alone)
+
+
+def seen() -> list[str]:
+    bands = x(2, 3, 8, 6).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(2))
+    with flow.no_boxing():
+        F.conv2d(bands, x(4, 3, 1, 1))  # no window reaches over
+        for f in (partial(F.conv2d, weight=x(4, 3, 3, 3)), partial(torch.cumsum, dim=2), partial(torch.roll, shifts=1, dims=2)):
+            with pytest.raises(BoxingError, match=r"would exchange .* with other ranks"):
+                f(bands)
+    with flow.boxing_log() as log:
+        F.conv2d(bands, x(4, 3, 3, 3), padding=1)
+        bands.cumsum(2)
+    return [str(record) for record in log]
+
+
+def test_exchanges_are_seen_and_forbidden() -> None:
+    row = 2 * 3 * 6 * 8  # bytes
+    want = [f"halo along dim 2  exchange  {row} B", f"totals of the parts of a split dim  exchange  {row} B"]
+    assert simulate(2, seen) == [want, want]

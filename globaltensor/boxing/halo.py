@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.world import world
+from . import log
 
 __all__ = ["Interval", "Reach", "fetch", "share"]
 
@@ -63,6 +64,7 @@ def fetch(local: Tensor, dim: int, reach: Reach) -> Tensor:
             return local
         parts = [local.narrow(dim, a, n) for _, a, n in reach.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    log.exchange(f"halo along dim {dim}", sum(reach.taken().values()) * torch.Size(_sized(local, dim, 1)).numel() * local.itemsize)
     return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -145,6 +147,7 @@ def share(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
 
     What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor of each.
     """
+    log.exchange("totals of the parts of a split dim", (len(ranks) - 1) * t.nbytes)
     return _Share.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
 
 

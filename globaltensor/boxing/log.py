@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import BoxingError
 from ..spec import Spec
 from .moves import show_bytes, show_placement
 from .planner import Plan
 
-__all__ = ["Boxing", "boxing_log", "check", "forbidden", "no_boxing", "watch"]
+__all__ = ["Boxing", "Exchange", "boxing_log", "check", "exchange", "forbidden", "no_boxing", "watch"]
 
 #: How an explicit call names itself; such boxing is always allowed.
 EXPLICIT = "to_global"
@@ -35,20 +36,31 @@ class Boxing:
         return f"{self.op}: {describe(self.src)} -> {describe(self.dst)}  {'+'.join(m.kind for m in self.plan.moves) or 'nothing'}  {show_bytes(self.bytes)}"
 
 
-_logs: ContextVar[tuple[list[Boxing], ...]] = ContextVar("globaltensor_boxing_logs", default=())
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What an op exchanged with other ranks because a dim stayed split: ``op`` says what, ``bytes`` how much this rank received."""
+
+    op: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.op}  exchange  {show_bytes(self.bytes)}"
+
+
+_logs: ContextVar[tuple[list[Any], ...]] = ContextVar("globaltensor_boxing_logs", default=())
 _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=False)
 
 
 @contextmanager
-def boxing_log() -> Iterator[list[Boxing]]:
-    """Collect every boxing of this rank in the block, explicit ones and those of backward too.
+def boxing_log() -> Iterator[list[Any]]:
+    """Collect every `Boxing` of this rank in the block, explicit ones and those of backward too, and every `Exchange` inside an op.
 
     >>> with boxing_log() as log:
     ...     pass
     >>> [record.op for record in log]
     []
     """
-    log: list[Boxing] = []
+    log: list[Any] = []
     token = _logs.set((*_logs.get(), log))
     try:
         yield log
@@ -58,7 +70,8 @@ def boxing_log() -> Iterator[list[Boxing]]:
 
 @contextmanager
 def no_boxing() -> Iterator[None]:
-    """Raise BoxingError where an op in the block would communicate to box an operand. Explicit `to_global` is allowed, and so is boxing without traffic."""
+    """Raise BoxingError where an op in the block would communicate: to box an operand, or with its neighbours along a split dim. Explicit `to_global` is
+    allowed, and so is boxing without traffic."""
     token = _forbidden.set(True)
     try:
         yield
@@ -83,7 +96,18 @@ def check(route: Plan, why: str) -> None:
     )
 
 
-def watch(route: Plan, why: str, logs: tuple[list[Boxing], ...] | None = None) -> None:
+def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
+    """Check an exchange inside an op that is about to happen, and log it. ``explicit``: the user has asked for just this."""
+    if _forbidden.get() and not explicit:
+        raise BoxingError(
+            f"{what}: the op would exchange {show_bytes(nbytes)} with other ranks, since it works along a split dim, but no_boxing() forbids hidden traffic. "
+            "Make that dim whole with x.to_global(sbp=...) before the op, or leave no_boxing()"
+        )
+    for log in _logs.get():
+        log.append(Exchange(what, nbytes))
+
+
+def watch(route: Plan, why: str, logs: tuple[list[Any], ...] | None = None) -> None:
     """Check a boxing that is about to happen, and log it."""
     if _forbidden.get():
         check(route, why)
@@ -94,7 +118,7 @@ def watch(route: Plan, why: str, logs: tuple[list[Boxing], ...] | None = None) -
             log.append(record)
 
 
-def current_logs() -> tuple[list[Boxing], ...]:
+def current_logs() -> tuple[list[Any], ...]:
     """The logs open now. Backward runs in threads of autograd's where no context reaches, so a boxing remembers them."""
     return _logs.get()
 

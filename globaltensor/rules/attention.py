@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..boxing import box, plan
+from ..boxing import box, log, plan
 from ..cluster import current_cluster
 from ..errors import SbpError
 from ..sbp import Sbp
@@ -289,9 +289,13 @@ class _Call:
             if self.dropout:
                 return _plain(self.op, split, rows)
         way = self._way(split, ring, merged)
+        rounds = (len(way.ring) - 1) * sum(split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value))
+        asked = _method.get() == "ring"  # plans are made for each method
         kind, groups = split.outs[0].dtype, self.op.scale.get((self.query.index, self.query.ndim - 3), 1)
 
         def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+            if rounds or merged:
+                log.exchange("scaled_dot_product_attention: keys and values round the ring" if rounds else "scaled_dot_product_attention", rounds, asked)
             # Autocast casts the arguments of torch's function, so here too.
             query, key, value = query.to(kind), key.to(kind), value.to(kind)
             if attn_mask is not None:

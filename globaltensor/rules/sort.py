@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..boxing import log
 from ..boxing.halo import share
 from ..cluster import current_cluster
 from ..distributed.world import world
@@ -50,6 +51,7 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
 def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys, of which ``lanes`` [lanes, here] are here, sorted."""
     comm = world().comm(ranks)
+    log.exchange("search in a split dim", lanes.shape[0] * targets.shape[1] * bits // _BITS * (1 << _BITS) * 8)
     digits = torch.arange(1 << _BITS, device=lanes.device)
     least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
     found = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
