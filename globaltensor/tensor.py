@@ -361,6 +361,23 @@ def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
     return self
 
 
+def turned(name: str) -> Callable[..., GlobalTensor]:
+    """The in-place form of a view: the tensor itself takes the view's shape."""
+    view = getattr(torch.Tensor, name)
+
+    def run(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
+        if self._local.is_leaf and self._local.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation ({name}_)")
+        aliased = self._aliased
+        out: GlobalTensor = view(self, *args, **kwargs)
+        if out._stale and aliased:
+            raise InplaceError(f"in-place {name}_ of a view, or of a tensor that has views: its parts had to move, and the others would not; use {name}()")
+        self._local, self._spec, self._aliased = out._local, out._spec, aliased
+        return self
+
+    return run
+
+
 def is_nonzero(self: GlobalTensor) -> bool:
     if self.numel() != 1:
         raise RuntimeError(f"Boolean value of a tensor of shape {list(self.shape)} is ambiguous: it must have one element")
@@ -408,6 +425,7 @@ METHODS: dict[str, Any] = {
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
+    **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
     "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
@@ -450,6 +468,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj", "is_neg", "is_signed"):
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
+for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
+    HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
 HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())

@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn as nn
 import torch.nn.functional as F
+from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 from torch.autograd import functional
@@ -25,27 +26,8 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import KernelError, SbpError, noted
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
-REAL: list[Callable[[], None]] = []
-
-
-def on(n: int = 2) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """The function is what each of ``n`` simulated ranks does; those on two run on real processes too."""
-
-    def test(body: Callable[[], None]) -> Callable[[], None]:
-        if n == 2:
-            REAL.append(body)
-
-        @functools.wraps(body)
-        def run() -> None:
-            simulate(n, body, timeout=20.0)
-
-        return run
-
-    return test
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+BODIES = Bodies()
+on = BODIES.on
 
 
 def everyone() -> flow.Placement:
@@ -895,12 +877,7 @@ def test_no_hook_no_traffic() -> None:
 
 
 def on_processes() -> None:
-    for body in REAL:
-        try:
-            torch.manual_seed(0)
-            body()
-        except BaseException as error:
-            raise AssertionError(f"in {body.__name__}") from error
+    BODIES.run()
 
 
 def test_on_processes() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -21,27 +22,8 @@ from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 LAYOUTS = (S(0), S(1), B)
-REAL: list[Callable[[], None]] = []
-
-
-def on(n: int = 2) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """The function is what each of ``n`` simulated ranks does; those on two run on real processes too."""
-
-    def test(body: Callable[[], None]) -> Callable[[], None]:
-        if n == 2:
-            REAL.append(body)
-
-        @functools.wraps(body)
-        def run() -> None:
-            simulate(n, body, timeout=20.0)
-
-        return run
-
-    return test
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+BODIES = Bodies()
+on = BODIES.on
 
 
 def leaf(t: torch.Tensor, sbp: Any) -> torch.Tensor:
@@ -466,12 +448,7 @@ def test_clip_grad_value_and_ema() -> None:
 
 
 def on_processes() -> None:
-    for body in REAL:
-        try:
-            torch.manual_seed(0)
-            body()
-        except BaseException as error:
-            raise AssertionError(f"in {body.__name__}") from error
+    BODIES.run()
     for mode in TABLES:
         optimised(OPTIMIZERS["AdamW fused"], SCHEDULES[0], mode)
 

@@ -9,7 +9,6 @@ import json
 import math
 import pickle
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 
@@ -26,23 +26,8 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.sbp import partial_max
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
-REAL: list[Callable[[], None]] = []  # run on two real processes too
-
-
-def on(n: int = 2, real: bool = True) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """The function is what each of ``n`` simulated ranks does."""
-
-    def test(body: Callable[[], None]) -> Callable[[], None]:
-        if real and n == 2:
-            REAL.append(body)
-
-        @functools.wraps(body)
-        def run() -> None:
-            simulate(n, body, timeout=20.0)
-
-        return run
-
-    return test
+BODIES = Bodies()
+on = BODIES.on
 
 
 def rank() -> int:
@@ -51,10 +36,6 @@ def rank() -> int:
 
 def line() -> Any:
     return flow.placement.all("cpu")
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(t: torch.Tensor, sbp: Any, placement: Any = None, grad: bool = False) -> torch.Tensor:
@@ -292,6 +273,32 @@ def test_writing_through_views() -> None:
     x.zero_()
     with pytest.raises(RuntimeError, match="the base would not change"):
         row.add_(1)  # what it holds is no longer what the base does
+
+
+@on(2)
+def test_views_in_place() -> None:
+    p, x = values(1, 4, 6), [spread(values(1, 4, 6), sbp, grad=True) for sbp in (S(0), S(1), S(2), B, P)]
+    for t in (p, *x):
+        base = t * 1
+        y = base.clone()
+        seen = y[0]
+        assert y.squeeze_(0) is y
+        assert y.shape == (4, 6)
+        y.t_().unsqueeze_(1)
+        y.add_(1).transpose_(0, -1)
+        torch.Tensor.swapdims_(y, 1, 2)
+        assert y.shape == (4, 6, 1)
+        assert y.dim() == 3
+        if t is p:
+            want, shown = y, seen
+            continue
+        same(y, want)
+        if t.sbp != (S(0),):  # there the row had to be fetched
+            same(seen, shown)  # written through
+        y.square().sum().backward()
+        same(t.grad, 2 * (p + 1))
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x[0].unsqueeze_(0)
 
 
 @on(2)
@@ -709,12 +716,7 @@ def test_autocast(w_sbp: Any) -> None:
 
 
 def on_processes() -> None:
-    for body in REAL:
-        try:
-            torch.manual_seed(0)
-            body()
-        except BaseException as error:
-            raise AssertionError(f"in {body.__name__}") from error
+    BODIES.run()
 
 
 def test_on_processes() -> None:

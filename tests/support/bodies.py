@@ -1,0 +1,48 @@
+"""Test bodies that several ranks run: on simulated ranks one by one, and all of a file once more on real processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from globaltensor.distributed.simulate import simulate
+
+Body = Callable[[], None]
+
+
+class Bodies:
+    """Those of one file."""
+
+    def __init__(self) -> None:
+        self.real: list[Body] = []
+
+    def on(self, n: int = 2, real: bool = True) -> Callable[[Body], Body]:
+        """The function is what each of ``n`` simulated ranks does; those on two run on real processes too, unless ``real`` is false."""
+
+        def test(body: Body) -> Body:
+            if real and n == 2:
+                self.real.append(body)
+
+            @functools.wraps(body)
+            def run() -> None:
+                simulate(n, body, timeout=20.0)
+
+            return run
+
+        return test
+
+    def run(self) -> None:
+        """What one of two real processes does."""
+        for body in self.real:
+            try:
+                torch.manual_seed(0)
+                body()
+            except BaseException as error:
+                raise AssertionError(f"in {body.__name__}") from error
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same on every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
