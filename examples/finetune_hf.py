@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import transformers
@@ -76,7 +77,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, default=63, help="bytes of a snippet, less one")
     add("--rate", type=float, default=3e-3, help="learning rate")
     add("--out", help="folder for the result")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if small := [f"--{name}" for name in ("steps", "batch", "context") if getattr(options, name) < 1]:
+        parser.error(f"{', '.join(small)} must be at least 1")
+    if options.model and options.model.startswith((".", "/")) and not Path(options.model).is_dir():
+        parser.error(f"--model {options.model} is no folder: give one that save_pretrained has written")
+    return options
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class GlobalTensor(torch.Tensor):
     __slots__ = ("_local", "_spec")
     _local: torch.Tensor
     _spec: Spec
-    _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (autograd.LeafGradient)
+    _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
     _aliased: bool = False  # a view, or the base of one
     _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
     _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
