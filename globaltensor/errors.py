@@ -27,6 +27,10 @@ class WorldError(GlobalTensorError):
     """The process group is missing, misconfigured or has failed."""
 
 
+class ScheduleError(GlobalTensorError):
+    """A pipeline schedule that cannot exist, cannot be read or would not end."""
+
+
 class InplaceError(SbpError):
     """An in-place op that would need the sbp of its target changed."""
 

@@ -1,0 +1,1 @@
+"""The static graph: captured once, planned, and run as one program per rank."""

@@ -1,0 +1,126 @@
+"""Schedules whose backward is whole: gpipe, 1f1b, interleaved; and forward, for evaluation.
+
+Stages that follow one another on one lane act as one, called a run here. All accumulate gradients in the order of the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .schedule import Action, family
+
+__all__ = ["Run", "expand", "runs"]
+
+
+class Run(NamedTuple):
+    """Stages ``first`` to ``last`` on one lane, with those before and after them on others."""
+
+    lane: int
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first + 1
+
+
+def runs(lanes: Sequence[int]) -> list[Run]:
+    """The runs, in the order of their stages.
+
+    >>> runs((0, 0, 1))
+    [Run(lane=0, first=0, last=1), Run(lane=1, first=2, last=2)]
+    """
+    found: list[Run] = []
+    for stage, lane in enumerate(lanes):
+        if found and found[-1].lane == lane:
+            found[-1] = found[-1]._replace(last=stage)
+        else:
+            found.append(Run(lane, stage, stage))
+    return found
+
+
+def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
+    """The actions of the run's stages for its (kind, micro): forwards from the first stage on, backwards from the last."""
+    for kind, micro in work:
+        stages = range(run.first, run.last + 1) if kind == "F" else range(run.last, run.first - 1, -1)
+        yield from (Action(kind, stage, micro) for stage in stages)
+
+
+def _per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
+    """Sums per lane of what the runs hold."""
+    total = [0] * (max(lanes) + 1)
+    for run, many in zip(runs(lanes), held, strict=True):
+        total[run.lane] += many * run.size
+    return tuple(total)
+
+
+@family("forward", "evaluation", "eval", "inference", promise=lambda lanes, micros: (0,) * (max(lanes) + 1))
+def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
+    """Forwards only, run by run."""
+    rows: list[list[Action]] = [[] for _ in range(max(lanes) + 1)]
+    for run in runs(lanes):
+        rows[run.lane] += expand(run, (("F", micro) for micro in range(micros)))
+    return rows
+
+
+@family("gpipe", "fill-drain", promise=lambda lanes, micros: _per_lane(lanes, [micros] * len(runs(lanes))))
+def gpipe(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019); where a lane comes again, one run after the other, breadth first
+    (Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023)."""
+    rows = forward(lanes, micros)
+    for run in reversed(runs(lanes)):
+        rows[run.lane] += expand(run, (("B", micro) for micro in range(micros)))
+    return rows
+
+
+def _warm(runs_after: int, micros: int, eager: bool) -> int:
+    return min(micros, 1 + runs_after * (2 if eager else 1))
+
+
+def _promise_1f1b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> tuple[int, ...]:
+    many = len(runs(lanes))
+    return _per_lane(lanes, (_warm(many - 1 - k, micros, eager) for k in range(many)))
+
+
+@family("1f1b", "one-forward-one-backward", "one-f-one-b", promise=_promise_1f1b, options=("eager",))
+def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> list[list[Action]]:
+    """One forward, one backward (Narayanan et al., PipeDream-Flush, ICML 2021): run k of n starts with n - k forwards, so it never holds more.
+
+    ``eager`` starts with 2 (n - k) - 1 instead: transfers then overlap compute, for more memory (Zhuang et al., On Optimizing the Communication of Model
+    Parallelism, MLSys 2023). Where a lane comes again, its runs share it, each in this order.
+    """
+    found = runs(lanes)
+    orders: list[list[tuple[str, int]]] = []
+    for k in range(len(found)):
+        warm = _warm(len(found) - 1 - k, micros, eager)
+        order = [("F", micro) for micro in range(warm)]
+        for micro in range(micros):
+            order.append(("B", micro))
+            if micro + warm < micros:
+                order.append(("F", micro + warm))
+        orders.append(order)
+    return _merge(found, orders)
+
+
+def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[Action]]:
+    """Rows in which each run keeps its order, runs of one lane taking turns: what can start first does so, a backward costing two forwards. It ends for
+    any lanes, as the orders would with a lane for each run."""
+    waiting = [deque(order) for order in orders]
+    free, done = [0] * (max(run.lane for run in found) + 1), dict[tuple[str, int, int], int]()
+    rows: list[list[Action]] = [[] for _ in free]
+    while True:
+        ready = []
+        for k, (run, order) in enumerate(zip(found, waiting, strict=True)):
+            if order:
+                kind, micro = order[0]
+                before = k - 1 if kind == "F" else k + 1
+                if not 0 <= before < len(found) or (kind, before, micro) in done:
+                    ready.append((max(free[run.lane], done.get((kind, before, micro), 0)), kind, -k))
+        if not ready:
+            return rows
+        start, kind, k = min(ready)  # B before F, then the later run
+        run, (_, micro) = found[-k], waiting[-k].popleft()
+        free[run.lane] = done[kind, -k, micro] = start + run.size * (1 if kind == "F" else 2)
+        rows[run.lane] += expand(run, [(kind, micro)])

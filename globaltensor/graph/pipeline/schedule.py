@@ -1,0 +1,238 @@
+"""Schedules are data: what each lane of a pipeline does, in order. Pure; every rank makes the same one from the same arguments.
+
+The families (gpipe, 1f1b, interleaved, zb-h1, ...) stand in files of their own and register here; a user's file is as good (`Schedule.load`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import ScheduleError
+
+__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "in_turn", "schedule"]
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs only) or W (backward of weights only). Written "2F0":
+    stage 2, forward, micro-batch 0.
+
+    >>> str(Action("F", 2, 0))
+    '2F0'
+    """
+
+    kind: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The action that ``str`` wrote. Raises ValueError for anything else."""
+        match = _TOKEN.fullmatch(text)
+        if not match:
+            raise ValueError(f"{text!r} is no action: write stage, kind and micro-batch, such as 2F0; kinds are {_kinds()}")
+        return Action(match[2], int(match[1]), int(match[3]))
+
+
+class Span(NamedTuple):
+    """When a lane did an action, measured or simulated; in seconds."""
+
+    lane: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every lane does. A lane is a set of ranks that holds one or more stages; ``lanes[k]`` is the lane of stage k, ``rows[l]`` what lane l does, in
+    order. Sends and receives follow from the rows and are not in them. Whether it can run is the checker's to say (`check`).
+
+    >>> print(schedule("1f1b", lanes=(0, 1), micros=3))
+    1f1b: 2 stages, 3 micro-batches
+    lane 0  0F0 0F1 0B0 0F2 0B1 0B2
+    lane 1  1F0 1B0 1F1 1B1 1F2 1B2
+    """
+
+    name: str
+    stages: int
+    micros: int
+    rows: tuple[tuple[Action, ...], ...]
+    lanes: tuple[int, ...]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward: a schedule without one is for evaluation."""
+        return any(action.kind != "F" for row in self.rows for action in row)
+
+    def __str__(self) -> str:
+        wide = len(str(len(self.rows) - 1))
+        lines = [f"lane {lane:{wide}}  {' '.join(map(str, row))}".rstrip() for lane, row in enumerate(self.rows)]
+        return "\n".join([f"{self.name}: {_count(self.stages, 'stage')}, {_count(self.micros, 'micro-batch', 'micro-batches')}", *lines])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON: name, lanes, micros, and a line of actions for each lane, as printed."""
+        rows = [" ".join(map(str, row)) for row in self.rows]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"name": self.name, "lanes": list(self.lanes), "micros": self.micros, "rows": rows}, file, indent=2)
+            file.write("\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Read what `save` wrote, or a user wrote by hand. Raises ScheduleError, with the place, where the file is no schedule; whether it could run
+        is left to `check`."""
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ScheduleError(f"{os.fspath(path)} is not JSON: {error}") from None
+        return _read(data, os.fspath(path))
+
+
+def _read(data: Any, path: str) -> Schedule:
+    keys = ("name", "lanes", "micros", "rows")
+    if not isinstance(data, dict) or set(data) != set(keys):
+        found = f"the keys {', '.join(map(repr, data)) or 'none'}" if isinstance(data, dict) else type(data).__name__
+        raise ScheduleError(f"{path}: a schedule is an object with the keys {', '.join(map(repr, keys))}, but this has {found}")
+    name, lanes, micros, rows = (data[key] for key in keys)
+    if not isinstance(name, str):
+        raise ScheduleError(f"{path}: name must be text, not {name!r}")
+    if not isinstance(lanes, list):
+        raise ScheduleError(f"{path}: lanes must be a list, the lane of each stage, such as [0, 1], not {lanes!r}")
+    try:
+        lanes, micros = _lanes(lanes), _micros(micros)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
+        raise ScheduleError(f'{path}: rows must be a list with one text of actions for each lane, such as "0F0 0B0"')
+    if len(rows) != max(lanes) + 1:
+        raise ScheduleError(f"{path}: {_count(len(rows), 'row')} for {_count(max(lanes) + 1, 'lane')}")
+    return Schedule(name, len(lanes), micros, tuple(_row(row, f"{path}: lane {lane}") for lane, row in enumerate(rows)), lanes)
+
+
+def _row(text: str, where: str) -> tuple[Action, ...]:
+    actions = []
+    for position, token in enumerate(text.split()):
+        try:
+            actions.append(Action.parse(token))
+        except ValueError as error:
+            raise ScheduleError(f"{where}, position {position}: {error}") from None
+    return tuple(actions)
+
+
+class Family(NamedTuple):
+    """A way to make schedules: ``rows(lanes, micros, **options)`` gives the rows, ``fits(lanes)`` says whether it can, ``layout`` which lanes it needs in
+    words, and ``promise(lanes, micros)`` the most activations that each lane will ever hold."""
+
+    name: str
+    rows: Callable[..., Sequence[Iterable[Action]]]
+    layout: str
+    fits: Callable[[tuple[int, ...]], bool]
+    promise: Callable[..., tuple[int, ...]]
+    options: frozenset[str]
+
+
+FAMILIES: dict[str, Family] = {}
+_SPELLINGS: dict[str, str] = {}
+
+
+def family(
+    name: str,
+    *others: str,
+    layout: str = "any lanes",
+    fits: Callable[[tuple[int, ...]], bool] = lambda lanes: True,
+    promise: Callable[..., tuple[int, ...]],
+    options: Iterable[str] = (),
+) -> Callable[[Callable[..., Sequence[Iterable[Action]]]], Callable[..., Sequence[Iterable[Action]]]]:
+    """Register what it decorates as the family ``name``, also spelt as ``others``."""
+
+    def register(rows: Callable[..., Sequence[Iterable[Action]]]) -> Callable[..., Sequence[Iterable[Action]]]:
+        FAMILIES[name] = Family(name, rows, layout, fits, promise, frozenset(options))
+        _SPELLINGS.update({_plain(spelling): name for spelling in (name, *others)})
+        return rows
+
+    return register
+
+
+def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Schedule:
+    """The schedule of this name for stages on ``lanes`` (``lanes[k]``: the lane of stage k) and ``micros`` micro-batches. Case, hyphens, underscores and
+    spaces in a name do not count. Raises ScheduleError for an unknown name, and for lanes or options that the schedule cannot do.
+
+    >>> schedule("GPipe", [0, 1], micros=2).rows[1]
+    (Action(kind='F', stage=1, micro=0), Action(kind='F', stage=1, micro=1), Action(kind='B', stage=1, micro=0), Action(kind='B', stage=1, micro=1))
+    """
+    found, where, count = _find(name, lanes), _lanes(lanes), _micros(micros)
+    unknown = sorted(set(options) - found.options)
+    if unknown:
+        raise ScheduleError(f"{found.name} has no option {', '.join(unknown)}: it has {', '.join(sorted(found.options)) or 'none'}")
+    return Schedule(found.name, len(where), count, tuple(tuple(row) for row in found.rows(where, count, **options)), where)
+
+
+def best(lanes: Sequence[int]) -> str:
+    """The name of the schedule to take where the user names none: interleaved where lanes take stages in turn more than once, else 1f1b.
+
+    >>> best((0, 1, 2)), best((0, 1, 0, 1))
+    ('1f1b', 'interleaved')
+    """
+    where = _lanes(lanes)
+    return "interleaved" if in_turn(where) and len(where) > max(where) + 1 > 1 else "1f1b"
+
+
+def in_turn(lanes: tuple[int, ...]) -> bool:
+    """Whether the lanes take one stage each, in the same order again and again: 0, 1, 2, 0, 1, 2."""
+    turn = lanes[: max(lanes) + 1]
+    return len(set(turn)) == len(turn) and not len(lanes) % len(turn) and lanes == turn * (len(lanes) // len(turn))
+
+
+def _find(name: str, lanes: Sequence[int] | None = None) -> Family:
+    plain = _plain(name)
+    if plain not in _SPELLINGS:
+        near = difflib.get_close_matches(plain, _SPELLINGS, 1)
+        hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
+        names = "".join(f"\n  {f.name}: {f.layout}" for f in FAMILIES.values())
+        raise ScheduleError(f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}")
+    found = FAMILIES[_SPELLINGS[plain]]
+    if lanes is not None and not found.fits(_lanes(lanes)):
+        able = ", ".join(f.name for f in FAMILIES.values() if f.fits(_lanes(lanes)))
+        raise ScheduleError(f"{found.name} needs {found.layout}; the stages are on lanes {list(lanes)}. For these there are: {able}")
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", str(name)).lower()
+
+
+def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
+    where = tuple(lanes)
+    if not where or not all(type(lane) is int and lane >= 0 for lane in where):
+        raise ScheduleError(f"lanes must say on which lane each stage is, in numbers from 0, not {list(where)!r}")
+    idle = sorted(set(range(max(where))) - set(where))
+    if idle:
+        raise ScheduleError(f"lanes are numbered from 0 without gaps, but no stage is on lane {', '.join(map(str, idle))} of {list(where)}")
+    return where
+
+
+def _micros(micros: int) -> int:
+    if type(micros) is not int or micros < 1:
+        raise ScheduleError(f"micros must be a number of micro-batches, at least 1, not {micros!r}")
+    return micros
+
+
+def _kinds() -> str:
+    return ", ".join(f"{kind} ({meaning})" for kind, meaning in KINDS.items())
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
