@@ -199,3 +199,25 @@ def register_mpi(create: Any) -> None:
     """
     torch.distributed.Backend.register_backend("mpi", create, extended_api=True, devices=["cpu", "cuda"])
     torch.distributed.Backend.MPI = _Unbuilt("mpi")
+
+
+#: Whether a torch-function mode looks on: what `torch.overrides` asks in C before it calls a mode.
+function_mode_on = torch._C._is_torch_function_mode_enabled
+
+
+def without_function_modes() -> Any:
+    """Inside, no torch-function mode sees what runs (torch's public switch turns off subclasses only)."""
+    return torch._C.DisableTorchFunction()
+
+
+def data_dependence() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where somebody asks for a value, or for a shape that depends on values."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException
+
+
+def is_fake(t: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .wrapper import GlobalTensor, kernel_message
 
-__all__ = ["HANDLERS", "call", "into_plain", "rule"]
+__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -47,6 +47,18 @@ class _Plans(threading.local):
 
 
 _cache = _Plans()
+
+
+@contextlib.contextmanager
+def fresh_plans() -> Iterator[None]:
+    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way."""
+    kept, _cache.plans = _cache.plans, {}
+    try:
+        yield
+    finally:
+        _cache.plans = kept
+
+
 _SCALARS = {f for f, r in RULES.items() if r.scalars}
 
 
@@ -233,6 +245,8 @@ def _freeze(
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
     flat = not done.picks and bool(args or not op.view) and all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    if _torch.function_mode_on():
+        return done  # a recorder is at work: it wants to be asked at each step
     if flat and done.single and not rule.inplace and not done.outside and done.coordinates is None and all(r is None for r in done.routes):
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
@@ -277,7 +291,7 @@ def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
     cast = _torch.any_autocast()
     try:
-        with torch.no_grad(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
+        with torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))

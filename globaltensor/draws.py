@@ -22,12 +22,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import dispatch, plans
+from . import _torch, dispatch, plans
 from .boxing import box
 from .distributed.simulate import SimulatedWorld
 from .distributed.world import world
 from .errors import InplaceError, PlacementError, WorldError
 from .spec import Spec
+from .visible import shown
 from .wrapper import GlobalTensor, placeholder
 
 __all__ = ["FILLS", "HANDLERS", "Fill", "draw", "filled", "holds", "masked", "part", "run", "skip"]
@@ -55,6 +56,8 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     ``coordinate``: where this rank stands along the axes that split the result, 0 along the others: equal coordinates draw equal numbers.
     A ``generator=`` among ``kwargs`` takes the place of the default one: its seed is the key. Its state is as before afterwards, with the key advanced.
     """
+    if _torch.function_mode_on():
+        return shown(run, function, args, kwargs, coordinate)
     generator = kwargs.get("generator")
     if generator is None and isinstance(world(), SimulatedWorld):
         with _in_turn(_device_of(args)):

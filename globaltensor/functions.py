@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from ._torch import function_mode_on
 from .boxing import box
 from .plans import promote
 from .reducer import watch
 from .sbp import broadcast
 from .spec import Spec
+from .visible import shown
 from .wrapper import GlobalTensor
 
 __all__ = ["install"]
@@ -149,6 +151,11 @@ def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
     return GlobalTensor.wrap(promote(x, spec), spec)
 
 
+def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function.apply`` on plain tensors, as a recorder sees it."""
+    return function.apply(*args, **kwargs)
+
+
 def install() -> None:
     """Let ``apply`` of every torch.autograd.Function take global tensors."""
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
@@ -160,6 +167,8 @@ def install() -> None:
                 return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
             return _applied(cls, _positions(cls, args, kwargs))
+        if function_mode_on():
+            return shown(applied, cls, args, kwargs)
         return original(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]

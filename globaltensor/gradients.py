@@ -20,6 +20,7 @@ from .plans import promote
 from .rules.quotient import Quotient
 from .sbp import broadcast
 from .spec import Spec
+from .visible import visible
 from .wrapper import GlobalTensor
 
 __all__ = ["backward", "get_grad", "grad", "local_grad", "set_grad"]
@@ -131,10 +132,11 @@ def backward(
     into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
     if not locals_:
         return
-    _run(locals_, seeds, retain_graph, create_graph, into)
+    run(locals_, seeds, retain_graph, create_graph, into)
 
 
-def _run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
+@visible
+def run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
     here = reducer.reducer()
     within = here.queued  # another pass is under way: this one is part of it (a checkpoint that runs again), and its gradients are wanted now
     with sharded.immediate(into is not None):
@@ -185,7 +187,7 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
     if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or here.watched):
         total, start, here.owed = self.owed()
         try:
-            _run([total._local], [seed(total, None) * start], retain_graph, False, None)
+            run([total._local], [seed(total, None) * start], retain_graph, False, None)
         finally:
             here.owed = None
         return

@@ -15,6 +15,7 @@ from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
+from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
@@ -200,7 +201,10 @@ class Boxed(Plan):
             these = iter(locals_)
             function = self.function or func
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
-            out = function(*new_args, **new_kwargs) if self.coordinates is None else RANDOM[0](function, new_args, new_kwargs, self.coordinates)
+            if self.coordinates is not None:
+                out = RANDOM[0](function, new_args, new_kwargs, self.coordinates)
+            else:
+                out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
                 return written(tensors[0])

@@ -20,6 +20,7 @@ from .buckets import Buckets
 from .distributed.world import World, world
 from .reducer import dtype_of_sum, reducer, summed
 from .spec import Spec
+from .visible import shown
 from .wrapper import GlobalTensor
 
 __all__ = ["abort", "finish", "forget", "gather_axes", "gathered", "immediate", "scatter"]
@@ -109,6 +110,8 @@ def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
 
 def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
     """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered ahead, or gathered with those to follow."""
+    if _torch.function_mode_on():
+        return shown(gathered, leaf, src, dst, why)  # type: ignore[no-any-return]
     state, local = _state(), leaf._local
     if world().rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)

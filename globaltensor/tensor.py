@@ -19,6 +19,7 @@ from .placement import Placement
 from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
+from .visible import visible
 from .wrapper import GlobalTensor, placeholder
 
 __all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
@@ -51,6 +52,7 @@ def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     return local
 
 
+@visible
 def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp: Any = None, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
     """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the placement must call too.
 
@@ -76,6 +78,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     return out
 
 
+@visible
 def global_to_global(
     self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False
 ) -> GlobalTensor:
@@ -136,6 +139,7 @@ class _ToLocal(torch.autograd.Function):
         return box(grads[0], ctx.grad, ctx.dual, why="gradient of to_local"), None, None
 
 
+@visible
 def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
     """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication.
 

@@ -19,6 +19,7 @@ MOST_LINES = 500
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch", "errors", "buckets", "borrowed", "bodies"),
+    ("visible",),
     ("sbp", "placement"),
     ("spec",),
     ("wrapper",),

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import is_zero_tensor
+from .._torch import function_mode_on, is_zero_tensor
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
 from ..spec import Spec
+from ..visible import shown
 from .execute import run
 from .log import Boxing, current_logs, watch
 from .planner import Plan, plan
@@ -33,6 +34,8 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
     """
     if src is dst and grad is None:
         return local
+    if function_mode_on():
+        return shown(box, local, src, dst, grad, why, alias)  # type: ignore[no-any-return]
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():

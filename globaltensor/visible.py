@@ -1,0 +1,38 @@
+"""What of ours is seen whole by whoever records a program (graph/record.py): functions that torch's own interception would look straight through."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch.overrides import handle_torch_function
+
+from . import _torch
+
+__all__ = ["apply", "shown", "visible"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the mode that looks on answer the call: for functions that ask `_torch.function_mode_on` first."""
+    return handle_torch_function(function, (), *args, **kwargs)
+
+
+def visible(function: Function) -> Function:
+    """A function that modes see as they see torch's own; its body is ``__wrapped__``."""
+
+    @functools.wraps(function)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        if _torch.function_mode_on():
+            return shown(seen, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, seen)
+
+
+@visible
+def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what a rule runs on the local tensors: a recorder may look into it, or keep it as one step where it communicates."""
+    return function(*args, **kwargs)
