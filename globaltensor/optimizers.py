@@ -23,6 +23,8 @@ from .wrapper import GlobalTensor
 __all__ = ["install"]
 
 ELEMENTWISE = frozenset({SGD, ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+FUSED = frozenset({SGD, Adagrad, Adam, AdamW})  # torch has a kernel for the whole step, on the cpu too
+_EXACT = frozenset({torch.float32, torch.float64})  # of narrower numbers the loop rounds each op's result, the kernel only the last
 
 State = dict[str, Any]
 
@@ -34,6 +36,7 @@ class _Swap:
         # id of a parameter -> its state; the same with locals in it; the locals as they were when last looked at
         self.twins: dict[int, tuple[State, State, State]] = {}
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = None
+        self.fused: list[State] = []  # the groups that step with the fused kernel this once
 
     def enter(self, optimizer: Optimizer) -> None:
         """Exchange; do nothing where a parameter or its gradient is no ordinary one."""
@@ -61,6 +64,9 @@ class _Swap:
             local.grad = grad
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = [p._local for p in params]
+            if type(optimizer) in FUSED and _fusable(group, state):
+                group["fused"] = True
+                self.fused.append(group)
         optimizer.state = state
 
     def _localised(self, p: GlobalTensor, known: State) -> State:
@@ -80,6 +86,9 @@ class _Swap:
             return
         (lists, state, grads), self.before, mine_of = self.before, None, optimizer.state
         optimizer.state = state
+        for group in self.fused:
+            group["fused"] = None
+        self.fused = []
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
             for p in params:
@@ -98,6 +107,34 @@ class _Swap:
                 seen[k] = v
                 like = isinstance(v, torch.Tensor) and k != "step" and v.shape == p._local.shape
                 known[k] = GlobalTensor.wrap(v, p._spec.replace(dtype=v.dtype)) if like else v
+
+
+def _fusable(group: State, state: Any) -> bool:
+    """Whether a group of local tensors may step with torch's fused kernel: the user has not said how it is to step, and the kernel gives what the loop over
+    the parameters, torch's default on the cpu, gives. It reads memory as it lies and expects the state of all parameters or of none."""
+    settings = (group.get("fused"), group.get("foreach"), group.get("capturable") or None, group.get("differentiable") or None)
+    rate = group["lr"]
+    if any(s is not None for s in settings) or (isinstance(rate, torch.Tensor) and rate.dtype is not torch.float64):
+        return False
+    if any(isinstance(v, torch.Tensor) for k, v in group.items() if k != "lr") or any(isinstance(b, torch.Tensor) for b in group.get("betas", ())):
+        return False
+    tensors = [(p, p.grad) for p in group["params"] if p.grad is not None]
+    kind = tensors[0][0].dtype if tensors else None
+    if kind not in _EXACT or torch.get_default_dtype() is torch.float64:  # then the loop counts its steps in float64
+        return False
+    for p, grad in tensors:
+        if p.dtype is not kind or grad.dtype is not kind or p.device.type != "cpu" or grad.layout is not torch.strided:
+            return False
+        if not (p.is_contiguous() and grad.is_contiguous()):
+            return False
+    known = [{k: v for k, v in state[p].items() if v is not None} if p in state else {} for p, _ in tensors]
+    if any(k.keys() != known[0].keys() for k in known):
+        return False
+    for (p, _), mine in zip(tensors, known, strict=True):
+        for name, v in mine.items():
+            if isinstance(v, torch.Tensor) and (v.dtype is not torch.float32 if name == "step" else v.dtype is not kind or v.stride() != p.stride()):
+                return False
+    return True
 
 
 def _ordinary(p: GlobalTensor, rank: int) -> bool:

@@ -128,3 +128,63 @@ def _loaded() -> None:
 
 def test_loaded_state_and_hooks_of_others() -> None:
     simulate(2, _loaded)
+
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "sgd": lambda p, **k: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01, **k),
+    "adam": lambda p, **k: optim.Adam(p, lr=torch.tensor(0.1, dtype=torch.float64), weight_decay=0.01, amsgrad=True, **k),
+    "adamw": lambda p, **k: optim.AdamW(p, lr=0.1, **k),
+    "adagrad": lambda p, **k: optim.Adagrad(p, lr=0.1, lr_decay=0.01, **k),
+}
+
+
+def kernels_of(optimizer: optim.Optimizer) -> set[str]:
+    """Names of the fused kernels that a step runs."""
+    with torch.profiler.profile() as seen:
+        optimizer.step()
+    return {e.key for e in seen.key_averages() if "_fused_" in e.key}
+
+
+def on_one_rank(size: int = 40, dtype: torch.dtype = torch.float64) -> Any:
+    p = torch.linspace(-1, 1, size, dtype=dtype).to_global(flow.placement("cpu", [0]), B).requires_grad_()
+    p.grad = torch.linspace(1, -2, size, dtype=dtype).to_global(flow.placement("cpu", [0]), B)
+    return p
+
+
+@pytest.mark.parametrize("maker", OPTIMIZERS)
+def test_steps_with_the_fused_kernel_where_the_user_has_not_chosen(maker: str) -> None:
+    one, two = on_one_rank(), on_one_rank()
+    fused, loop = OPTIMIZERS[maker]([one]), OPTIMIZERS[maker]([two], foreach=False)
+    for round_ in range(4):
+        assert kernels_of(fused)
+        assert not kernels_of(loop)
+        assert fused.param_groups[0]["fused"] is None
+        assert fused.state_dict()["param_groups"][0]["fused"] is None
+        torch.testing.assert_close(one.to_local().detach(), two.to_local().detach(), rtol=1e-14, atol=1e-14)
+        if round_ == 1:  # states change places
+            saved = copy.deepcopy((fused.state_dict(), loop.state_dict()))
+            for optimizer, state in zip((loop, fused), saved, strict=True):
+                state["param_groups"][0]["foreach"] = optimizer.param_groups[0]["foreach"]
+                optimizer.load_state_dict(state)
+
+
+def test_steps_with_the_loop_where_the_kernel_would_round_otherwise() -> None:
+    assert not kernels_of(optim.AdamW([on_one_rank(dtype=torch.bfloat16)], lr=0.1))
+    assert not kernels_of(optim.AdamW([on_one_rank()], lr=torch.tensor(0.1)))
+    p, late = on_one_rank(), on_one_rank()
+    late.grad, kept = None, late.grad
+    optimizer = optim.SGD([p, late], lr=0.1, momentum=0.9)
+    assert kernels_of(optimizer)
+    late.grad = kept
+    assert not kernels_of(optimizer), "the kernel wants momentum of all or of none"
+    assert kernels_of(optimizer)
+
+
+def test_a_fused_step_that_fails_leaves_no_trace() -> None:
+    p = on_one_rank()
+    optimizer = optim.AdamW([p], lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["fused"] is None
