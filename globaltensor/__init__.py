@@ -22,6 +22,8 @@ from .parallelize import parallelize
 from .placement import Placement, placement
 from .reducer import no_sync, reduce_dtype
 from .rules.attention import attention
+from .rules.experts import experts
+from .rules.grouped import grouped_linear
 from .show import show
 from .spec import Spec
 from .tensor import GlobalTensor, to_global, to_local
