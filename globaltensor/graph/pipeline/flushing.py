@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from .schedule import Action, family
+from .schedule import Action, family, in_turn
 
-__all__ = ["Run", "expand", "runs"]
+__all__ = ["Run", "expand", "per_lane", "runs"]
 
 
 class Run(NamedTuple):
@@ -48,7 +49,7 @@ def expand(run: Run, work: Iterable[tuple[str, int]]) -> Iterator[Action]:
         yield from (Action(kind, stage, micro) for stage in stages)
 
 
-def _per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
+def per_lane(lanes: tuple[int, ...], held: Iterable[int]) -> tuple[int, ...]:
     """Sums per lane of what the runs hold."""
     total = [0] * (max(lanes) + 1)
     for run, many in zip(runs(lanes), held, strict=True):
@@ -65,7 +66,7 @@ def forward(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     return rows
 
 
-@family("gpipe", "fill-drain", promise=lambda lanes, micros: _per_lane(lanes, [micros] * len(runs(lanes))))
+@family("gpipe", "fill-drain", promise=lambda lanes, micros: per_lane(lanes, [micros] * len(runs(lanes))))
 def gpipe(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019); where a lane comes again, one run after the other, breadth first
     (Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023)."""
@@ -81,7 +82,7 @@ def _warm(runs_after: int, micros: int, eager: bool) -> int:
 
 def _promise_1f1b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> tuple[int, ...]:
     many = len(runs(lanes))
-    return _per_lane(lanes, (_warm(many - 1 - k, micros, eager) for k in range(many)))
+    return per_lane(lanes, (_warm(many - 1 - k, micros, eager) for k in range(many)))
 
 
 @family("1f1b", "one-forward-one-backward", "one-f-one-b", promise=_promise_1f1b, options=("eager",))
@@ -124,3 +125,44 @@ def _merge(found: list[Run], orders: list[list[tuple[str, int]]]) -> list[list[A
         run, (_, micro) = found[-k], waiting[-k].popleft()
         free[run.lane] = done[kind, -k, micro] = start + run.size * (1 if kind == "F" else 2)
         rows[run.lane] += expand(run, [(kind, micro)])
+
+
+def _groups(lanes: tuple[int, ...], micros: int) -> list[range]:
+    """Micro-batches that go through a turn together: at least as many as there are lanes, the groups as even as can be."""
+    wide = max(lanes) + 1
+    many = max(1, micros // wide)
+    sizes = [max(wide, micros // many + (k < micros % many)) for k in range(many)]
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _start(lanes: tuple[int, ...], lane: int, micros: int) -> int:
+    """How many forwards a lane starts with."""
+    turns, after = len(lanes) // (max(lanes) + 1), max(lanes) - lanes.index(lane)
+    return 1 + after * (2 if turns > 1 else 1) + (turns - 1) * len(_groups(lanes, micros)[0])
+
+
+def _promise_interleaved(lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
+    return tuple(min(micros * len(lanes) // (max(lanes) + 1), _start(lanes, lane, micros)) for lane in range(max(lanes) + 1))
+
+
+@family(
+    "interleaved",
+    "interleaved-1f1b",
+    layout="lanes that take one stage each, in turn, such as 0, 1, 0, 1",
+    fits=in_turn,
+    promise=_promise_interleaved,
+)
+def interleaved(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
+    """1f1b with several stages a lane, in turn, for a bubble as many times smaller (Narayanan et al., Megatron-LM, SC 2021): micro-batches go through all
+    turns in groups. Fewer micro-batches than lanes are a group with some left out."""
+    rows = []
+    for lane in range(max(lanes) + 1):
+        mine, warm, groups = [k for k, where in enumerate(lanes) if where == lane], _start(lanes, lane, micros), _groups(lanes, micros)
+        forwards = [Action("F", stage, micro) for group in groups for stage in mine for micro in group]
+        backwards = [Action("B", stage, micro) for group in groups for stage in reversed(mine) for micro in group]
+        row = forwards[:warm]
+        for k, action in enumerate(backwards):
+            row += [action, *forwards[warm + k : warm + k + 1]]
+        rows.append([action for action in row if action.micro < micros])
+    return rows

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...errors import ScheduleError
 
-__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "in_turn", "schedule"]
+__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "schedule"]
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -145,6 +146,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {}
+_Rows = TypeVar("_Rows", bound=Callable[..., Sequence[Iterable[Action]]])
 _SPELLINGS: dict[str, str] = {}
 
 
@@ -155,10 +157,10 @@ def family(
     fits: Callable[[tuple[int, ...]], bool] = lambda lanes: True,
     promise: Callable[..., tuple[int, ...]],
     options: Iterable[str] = (),
-) -> Callable[[Callable[..., Sequence[Iterable[Action]]]], Callable[..., Sequence[Iterable[Action]]]]:
+) -> Callable[[_Rows], _Rows]:
     """Register what it decorates as the family ``name``, also spelt as ``others``."""
 
-    def register(rows: Callable[..., Sequence[Iterable[Action]]]) -> Callable[..., Sequence[Iterable[Action]]]:
+    def register(rows: _Rows) -> _Rows:
         FAMILIES[name] = Family(name, rows, layout, fits, promise, frozenset(options))
         _SPELLINGS.update({_plain(spelling): name for spelling in (name, *others)})
         return rows
@@ -173,10 +175,7 @@ def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Sc
     >>> schedule("GPipe", [0, 1], micros=2).rows[1]
     (Action(kind='F', stage=1, micro=0), Action(kind='F', stage=1, micro=1), Action(kind='B', stage=1, micro=0), Action(kind='B', stage=1, micro=1))
     """
-    found, where, count = _find(name, lanes), _lanes(lanes), _micros(micros)
-    unknown = sorted(set(options) - found.options)
-    if unknown:
-        raise ScheduleError(f"{found.name} has no option {', '.join(unknown)}: it has {', '.join(sorted(found.options)) or 'none'}")
+    found, where, count = find(name, lanes, micros, options)
     return Schedule(found.name, len(where), count, tuple(tuple(row) for row in found.rows(where, count, **options)), where)
 
 
@@ -196,18 +195,22 @@ def in_turn(lanes: tuple[int, ...]) -> bool:
     return len(set(turn)) == len(turn) and not len(lanes) % len(turn) and lanes == turn * (len(lanes) // len(turn))
 
 
-def _find(name: str, lanes: Sequence[int] | None = None) -> Family:
-    plain = _plain(name)
+def find(name: str, lanes: Sequence[int], micros: int, options: Collection[str] = ()) -> tuple[Family, tuple[int, ...], int]:
+    """The family of this name, with lanes and micros as it wants them. Raises ScheduleError where `schedule` does."""
+    plain, where, count = _plain(name), _lanes(lanes), _micros(micros)
     if plain not in _SPELLINGS:
         near = difflib.get_close_matches(plain, _SPELLINGS, 1)
         hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
         names = "".join(f"\n  {f.name}: {f.layout}" for f in FAMILIES.values())
         raise ScheduleError(f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}")
     found = FAMILIES[_SPELLINGS[plain]]
-    if lanes is not None and not found.fits(_lanes(lanes)):
-        able = ", ".join(f.name for f in FAMILIES.values() if f.fits(_lanes(lanes)))
-        raise ScheduleError(f"{found.name} needs {found.layout}; the stages are on lanes {list(lanes)}. For these there are: {able}")
-    return found
+    if not found.fits(where):
+        able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
+        raise ScheduleError(f"{found.name} needs {found.layout}; the stages are on lanes {list(where)}. For these there are: {able}")
+    unknown = sorted(set(options) - found.options)
+    if unknown:
+        raise ScheduleError(f"{found.name} has no option {', '.join(unknown)}: it has {', '.join(sorted(found.options)) or 'none'}")
+    return found, where, count
 
 
 def _plain(name: str) -> str:
@@ -215,9 +218,9 @@ def _plain(name: str) -> str:
 
 
 def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
-    where = tuple(lanes)
-    if not where or not all(type(lane) is int and lane >= 0 for lane in where):
-        raise ScheduleError(f"lanes must say on which lane each stage is, in numbers from 0, not {list(where)!r}")
+    where = tuple(map(_whole, lanes))
+    if not where or min(where) < 0:
+        raise ScheduleError(f"lanes must say on which lane each stage is, in numbers from 0, not {list(lanes)!r}")
     idle = sorted(set(range(max(where))) - set(where))
     if idle:
         raise ScheduleError(f"lanes are numbered from 0 without gaps, but no stage is on lane {', '.join(map(str, idle))} of {list(where)}")
@@ -225,9 +228,17 @@ def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _micros(micros: int) -> int:
-    if type(micros) is not int or micros < 1:
+    if _whole(micros) < 1:
         raise ScheduleError(f"micros must be a number of micro-batches, at least 1, not {micros!r}")
-    return micros
+    return _whole(micros)
+
+
+def _whole(number: Any) -> int:
+    """The number, or -1 if it isn't a whole one."""
+    try:
+        return -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return -1
 
 
 def _kinds() -> str:
