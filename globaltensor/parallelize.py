@@ -17,6 +17,7 @@ from torch import nn
 from .convert import check_placement
 from .errors import SbpError
 from .modules import SbpChoice, module_to_global
+from .moe import dispatch_tokens, expert_parameters, experts_in
 from .placement import Placement
 from .sbp import Sbp, broadcast, split
 from .wrapper import GlobalTensor
@@ -44,12 +45,15 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
       Which layers those are the model says itself (``tp_plan`` of Hugging Face models), or its structure does. (Shoeybi et al. 2019, Megatron-LM.)
     - ``"sequence"``: as tensor, and between the pairs activations [batch, time, features] are split in time: a reduce-scatter and an all-gather in place of
       each all-reduce, and less memory. (Korthikanti et al. 2022.)
+    - ``"expert"``: modules of experts are split over their experts, and all else is as in data: tokens go to the ranks of their experts and come back, by one
+      all-to-all each way. Give the batch as ``split(0)``; of one given as ``broadcast`` each rank computes its experts' share. (Lepikhin et al. 2021, GShard.)
     - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second; give the batch as ``[split(0), broadcast]``.
-    - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"`` or ``"sequence"`` alone means data over all but the last.
+    - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"``, ``"sequence"`` or ``"expert"`` alone means data over all but the last.
     - anything that ``module.to_global`` takes as sbp: path patterns ``{"*.q_proj.weight": split(0), "*": broadcast}``, a callable ``(path, tensor) -> sbp``.
 
+    Under every plan a module of experts, one with parameters [experts, ., .] and ``forward(hidden_states, top_k_index, top_k_weights)``, runs by `experts`.
     The local tensors are whole values, the same model on every rank (the first rank's count). Collective.
-    Raises SbpError for an unknown plan, PlacementError, and ShapeError where the ranks' models differ.
+    Raises SbpError for an unknown plan, and for "expert" on a model without such modules, PlacementError, and ShapeError where the ranks' models differ.
 
     >>> import torch
     >>> import globaltensor as flow
@@ -60,7 +64,8 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     check_placement(placement)
     names = _names(plan, placement.axes)
     if names is None:
-        return module_to_global(model, placement, plan)  # type: ignore[arg-type]
+        module_to_global(model, placement, plan)  # type: ignore[arg-type]
+        return _dispatched(model)
     recipes = [PLANS[name](model, size) for name, size in zip(names, placement.shape, strict=True)]
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
 
@@ -73,6 +78,12 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
             module.register_forward_hook(Settled(axis, recipe.in_time))
         for module in recipe.gathered:
             module.register_forward_pre_hook(Gathered(axis), with_kwargs=True)
+    return _dispatched(model)
+
+
+def _dispatched(model: nn.Module) -> nn.Module:
+    for module in experts_in(model).values():
+        dispatch_tokens(module)
     return model
 
 
@@ -121,7 +132,7 @@ def _names(plan: Any, axes: int) -> list[str] | None:
         if axes != 2:
             raise SbpError(f'plan "hybrid" needs a placement of two axes, replicas x ranks of one, not of {axes}: flow.placement("cpu", [[0, 1], [2, 3]])')
         given = ["data", "tensor"]
-    elif given in (["tensor"], ["sequence"]):
+    elif given in (["tensor"], ["sequence"], ["expert"]):
         given = ["data"] * (axes - 1) + given
     elif len(given) == 1:
         given = given * axes
@@ -138,18 +149,38 @@ def _data(model: nn.Module, size: int) -> Recipe:
 
 
 def _fsdp(model: nn.Module, size: int) -> Recipe:
+    of_experts = _paths_of_experts(model)
+
     def choose(path: str, tensor: torch.Tensor) -> Sbp:
-        """The first dim that gives every rank an equal part; else the longest."""
+        """The first dim that gives every rank an equal part; else the longest. Not that of experts: tokens would go to them, and they are to be gathered."""
         if not tensor.dim():
             return broadcast
-        even = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
-        return split(max(range(tensor.dim()), key=lambda d: tensor.shape[d]) if even is None else even)
+        dims = range(path in of_experts, tensor.dim())
+        even = next((d for d in dims if tensor.shape[d] and tensor.shape[d] % size == 0), None)
+        return split(max(dims, key=lambda d: tensor.shape[d]) if even is None else even)
 
     return Recipe(choose)
 
 
+def _paths_of_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The parameters whose first dim is the experts, and whose they are."""
+    return {f"{path}.{name}".lstrip("."): module for path, module in experts_in(model).items() for name in expert_parameters(module)}
+
+
+def _expert(model: nn.Module, size: int) -> Recipe:
+    paths = _paths_of_experts(model)
+    if not paths:
+        raise SbpError(
+            'plan "expert": the model has no module of experts, which is one with parameters of three dims, the first the experts, '
+            'and forward(hidden_states, top_k_index, top_k_weights); take "data", or "tensor"'
+        )
+    return Recipe(lambda path, tensor: split(0) if path in paths else broadcast, list({id(m): m for m in paths.values()}.values()))
+
+
 def _tensor(model: nn.Module, size: int) -> Recipe:
-    parts = list(_planned(model) or _structured(model) or _largest(model))
+    experts = _paths_of_experts(model)  # each rank has some of them whole, whatever the model's plan says of their insides
+    parts = [part for part in _planned(model) or _structured(model) or _largest(model) if part.path not in experts]
+    parts += [_Part(path, 0, module, True) for path, module in experts.items()]
     dims = {part.path: part.dim for part in parts}
     whole = {id(part.module): part.module for part in parts if part.whole}
 
@@ -182,7 +213,7 @@ def _takes_hidden(child: nn.Module, parent: nn.Module) -> bool:
 
 
 #: The plans by name: (model, size of the axis) -> recipe.
-PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor, "sequence": _sequence}
+PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {"data": _data, "fsdp": _fsdp, "tensor": _tensor, "sequence": _sequence, "expert": _expert}
 
 
 class _Part(NamedTuple):

@@ -209,7 +209,7 @@ def test_fsdp_splits_evenly_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(("plan", "ranks", "says"), [
-    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'hybrid'"),
+    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'expert', 'hybrid'"),
     ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
     (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1"),
     ({"bias": B}, [0], "no pattern matches 'weight'"),

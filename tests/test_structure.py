@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
-    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "show"),
+    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("nn", "utils", "graph", "auto", "v0"),
     ("__init__",),
