@@ -1,0 +1,96 @@
+"""What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's own, so that two graphs may share a module.
+
+``graph.model`` is the module seen through a `Proxy`; ``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..placement import Placement
+from .errors import GraphError
+
+__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy"]
+
+
+class Block:
+    """Settings of one module in one graph."""
+
+    def __init__(self) -> None:
+        self.stage_id: int | None = None
+        self.placement: Placement | None = None
+        self.activation_checkpointing = False
+
+    def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
+        """This module is part of pipeline stage ``stage_id``, which lies on ``placement``: what comes in is brought there, with its sbp as it is.
+
+        Raises GraphError where ``stage_id`` is no number from 0 on, or ``placement`` no placement.
+        """
+        if stage_id is not None and (not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0):
+            raise GraphError(f"set_stage: stage_id counts the stages from 0, got {stage_id!r}")
+        if placement is not None and not isinstance(placement, Placement):
+            raise GraphError(f"set_stage: placement must be a globaltensor.placement, got {placement!r}")
+        self.stage_id, self.placement = stage_id, placement
+
+    @property
+    def plain(self) -> bool:
+        return self.stage_id is None and self.placement is None and not self.activation_checkpointing
+
+
+class GraphModule(Block):
+    """What ``module.to(nn.graph.GraphModule)`` gives, inside a graph."""
+
+
+class GraphTensor(Block):
+    """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside a graph."""
+
+
+class Proxy:
+    """A module of a graph: behaves as the module does, and knows the graph's settings of it."""
+
+    def __init__(self, module: Any, blocks: dict[int, GraphModule]) -> None:
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_blocks", blocks)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._module)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.nn.Module.to``; of the class GraphModule, this module's settings in this graph. Of nn.Module, the module itself."""
+        if args and args[0] is GraphModule:
+            return self._blocks.setdefault(id(self._module), GraphModule())
+        if args and args[0] is torch.nn.Module:
+            return self._module
+        return _seen(self._module.to(*args, **kwargs), self._blocks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return _seen(getattr(self._module, name), self._blocks)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _seen(self._module[index], self._blocks)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_seen(m, self._blocks) for m in self._module)
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._module
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+
+def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:
+    return Proxy(value, blocks) if isinstance(value, torch.nn.Module) else value

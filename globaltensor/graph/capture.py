@@ -1,0 +1,111 @@
+"""Capture: run `build` once on stand-ins without memory -> the logical graph, and this rank's program."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..dispatch import fresh_plans
+from ..distributed.world import set_world, world
+from ..plans import replaced, tensors_in
+from ..reducer import reducer
+from ..rules.quotient import settle
+from ..spec import Spec
+from ..wrapper import GlobalTensor
+from .errors import GraphError
+from .record import DryWorld, Local, Logical
+
+__all__ = ["Captured", "Result", "capture"]
+
+
+@dataclass
+class Result:
+    """A tensor that build() returned: what it is (None: plain), and the program's node that gives it."""
+
+    spec: Spec | None
+    scalar: bool
+
+
+@dataclass
+class Captured:
+    """What one run of build() came to."""
+
+    logical: fx.Graph
+    program: fx.Graph
+    constants: dict[str, Any]
+    states: list[torch.Tensor]  # real tensors that the program reads, in the order of its inputs; the call's inputs come before them
+    inputs: int
+    structure: Any  # build's result, tensors replaced by Result
+    scaled: bool  # whether there is a backward pass
+
+
+def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Mapping[int, str], hooks: Callable[[Logical], Any]) -> Captured:
+    """``args`` and ``kwargs``: the call's inputs, real tensors or `Shape`s. ``names``: id of parameters and buffers -> path. ``hooks(recorder)`` is a context in
+    which modules say when they run. Raises GraphError where the code depends on data."""
+    real = world()
+    fake = _torch.fake_tensors()
+    dry = DryWorld(real)
+    with _as(dry, real), fresh_plans():
+        reducer().watched = True  # means are divided at once: a program starts the count early by other means
+        local = Local(fake, dry.rank)
+        logical = Logical(fake, local, dict(names))
+        stand_ins = [_stand_in(t, fake, local) for t in tensors_in(kwargs, tensors_in(args, []))]
+        these = iter(stand_ins)
+        args, kwargs = replaced(args, these), replaced(kwargs, these)
+        for i, s in enumerate(stand_ins):
+            local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
+            logical.placeholder(f"input_{i}", s)
+        try:
+            with fake, logical, hooks(logical):
+                out = build(*args, **kwargs)
+        except _torch.data_dependence() as error:
+            raise GraphError(_depends(error)) from None
+        outs = tensors_in(out, [])
+        results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
+        local.end()
+        settled = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
+        local.graph.output(tuple(local.of(t) for t in settled))
+        logical.graph.output(tuple(logical.of(t) for t in outs))
+    return Captured(
+        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None  # type: ignore[arg-type]
+    )
+
+
+@contextlib.contextmanager
+def _as(dry: Any, real: Any) -> Iterator[None]:
+    """In this thread the world is ``dry``."""
+    set_world(dry)
+    try:
+        yield
+    finally:
+        set_world(None)
+        if world() is not real:
+            set_world(real)
+
+
+def _stand_in(t: torch.Tensor, fake: Any, local: Local) -> torch.Tensor:
+    """An input without memory."""
+    real = settle(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
+    stand_in = fake.from_tensor(real).requires_grad_(t.requires_grad)
+    return GlobalTensor.wrap(stand_in, t._spec) if isinstance(t, GlobalTensor) else stand_in  # type: ignore[no-any-return]
+
+
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _depends(error: BaseException) -> str:
+    """Which line of the user's asks for a value."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_INSIDE) and not f.filename.startswith("<")]
+    at = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "inside torch"
+    return (
+        f"build() asks for the value of a tensor, or for a shape that depends on values, which no static graph knows:\n  {at}\n"
+        "write the choice as an op (torch.where, a mask), take the value from the graph's outputs, or run this part without a graph"
+    )

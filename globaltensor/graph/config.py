@@ -1,0 +1,127 @@
+"""The settings of a graph, under OneFlow's names. Each says what it does here; those that are no choice of ours say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import GraphError
+
+__all__ = ["Config"]
+
+STRAIGHTEN = ("Disable", "SpeedFirst", "MemoryFirst", "OverlapCpuGpu", "DelayShortGpu")
+
+
+class Config:
+    """``graph.config``. Settings count from the next call on; a change builds the graph's programs anew."""
+
+    def __init__(self) -> None:
+        self.training = False
+        self.amp: torch.dtype | None = None
+        self.zero: tuple[int, int, int] | None = None  # (stage, shard_min_size, shard_restore_level)
+        self.accumulation = 1
+        self.buffers = 2
+        self.schedule: Any = None  # a name, a Schedule, or None: the best for the stages
+        self.backend: str | None = None  # of torch.compile
+        self.memory: int | None = None  # bytes of activations to be kept at most
+        self.straighten = "MemoryFirst"
+        self.fused: bool | None = None
+        self.version = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name != "version" and "version" in self.__dict__:
+            object.__setattr__(self, "version", self.version + 1)
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
+        """Run build() under ``torch.autocast`` with this dtype (float16 or bfloat16); parameters stay as they are. Raises GraphError for another dtype."""
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise GraphError(f"enable_amp: dtype is torch.float16 or torch.bfloat16, got {dtype}")
+        self.amp = dtype if mode else None
+
+    def enable_zero(self, mode: bool = True, *, stage: int = 2, shard_min_size: int = 1024, shard_restore_level: int = 1) -> None:
+        """Keep optimizer state (stage 1), gradients too (2), and parameters too (3) in parts, one on each rank of the axes that they are broadcast over (ZeRO,
+        Rajbhandari et al. 2020). Parameters of fewer than ``shard_min_size`` elements a rank stay whole. What the user sees of the parameters does not change.
+
+        ``shard_restore_level``: OneFlow's hint how strictly a part is brought together before a use; here an op always sees the whole parameter (level 2), the
+        values are the same at each level. Raises GraphError for a stage outside 1 to 3, a size below 1, a level outside 0 to 2.
+        """
+        if stage not in (1, 2, 3):
+            raise GraphError(f"enable_zero: stage is 1 (optimizer state), 2 (and gradients) or 3 (and parameters), got {stage!r}")
+        if not isinstance(shard_min_size, int) or shard_min_size < 1:
+            raise GraphError(f"enable_zero: shard_min_size is a number of elements, at least 1, got {shard_min_size!r}")
+        if shard_restore_level not in (0, 1, 2):
+            raise GraphError(f"enable_zero: shard_restore_level is 0, 1 or 2, got {shard_restore_level!r}")
+        self.zero = (stage, shard_min_size, shard_restore_level) if mode else None
+
+    def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
+        """Gone from OneFlow. Raises GraphError: enable_zero() is its name now."""
+        raise GraphError(f"set_zero_redundancy_optimizer_mode({mode!r}) is no more: use config.enable_zero(True, stage=1)")
+
+    def set_gradient_accumulation_steps(self, value: int) -> None:
+        """Cut each call's batch (dim 0 of every input) into ``value`` micro-batches; gradients are averaged, the optimizers step once. With pipeline stages these
+        are the micro-batches that stream through. Outputs are joined along dim 0 in the batch's order, scalars become their mean. Raises GraphError below 1."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise GraphError(f"set_gradient_accumulation_steps: a number of micro-batches, at least 1, got {value!r}")
+        self.accumulation = value
+
+    def set_outputs_buffer_size(self, value: int = 2) -> None:
+        """How many messages may wait between two pipeline stages before the sender has to wait (credits). Raises GraphError below 1."""
+        if not isinstance(value, int) or value < 1:
+            raise GraphError(f"set_outputs_buffer_size: a number of buffers, at least 1, got {value!r}")
+        self.buffers = value
+
+    def set_schedule(self, schedule: Any) -> None:
+        """How pipeline stages take turns: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", a `Schedule`, or the path of a file with one.
+        Raises ScheduleError for a name nobody knows."""
+        from .pipeline.schedule import known
+
+        self.schedule = known(schedule)
+
+    def enable_compile(self, mode: bool = True, *, backend: str = "inductor") -> None:
+        """Hand the programs to ``torch.compile`` with this backend."""
+        self.backend = backend if mode else None
+
+    def set_memory_limit(self, nbytes: int | None) -> None:
+        """Recompute in backward what it takes to keep at most so many bytes of activations on a rank, chosen for the least cost. None: recompute nothing."""
+        if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
+            raise GraphError(f"set_memory_limit: a number of bytes or None, got {nbytes!r}")
+        self.memory = nbytes
+
+    def enable_straighten_algorithm(self, mode: str = "MemoryFirst") -> None:
+        """OneFlow's choice of an order for its actors. A program here runs in the order of the user's code, whatever the mode. Raises GraphError for no known mode."""
+        if mode not in STRAIGHTEN:
+            raise GraphError(f"enable_straighten_algorithm: one of {', '.join(STRAIGHTEN)}, got {mode!r}")
+        self.straighten = mode
+
+    def allow_fuse_model_update_ops(self, mode: bool = True) -> None:
+        """Step with torch's fused optimizer kernels where there are some for the device."""
+        self.fused = mode
+
+    def enable_multi_tensor_update(self, mode: bool = True) -> None:
+        """As `allow_fuse_model_update_ops`: torch's fused kernels take all parameters at once."""
+        self.fused = mode
+
+    def enable_fused_model_update_cast(self, mode: bool = True) -> None:
+        """No effect: autocast keeps no copies of parameters in half precision that an update would have to cast."""
+
+    def allow_fuse_add_to_output(self, mode: bool = True) -> None:
+        """No effect of its own: with `enable_compile` the compiler fuses such ops, without it torch runs them one by one."""
+
+    def allow_fuse_cast_scale(self, mode: bool = True) -> None:
+        """No effect of its own: with `enable_compile` the compiler fuses such ops, without it torch runs them one by one."""
+
+    def enable_cudnn_conv_heuristic_search_algo(self, mode: bool = True) -> None:
+        """No effect on CPU. On CUDA, ``False`` is ``torch.backends.cudnn.benchmark = True``: measure the algorithms instead of guessing; set at the next call."""
+        self.search = mode
+
+    def enable_compress_memory(self, mode: bool = True) -> None:
+        """No effect: torch's allocator reuses memory at run time, there is no allocation plan to pack."""
+
+    def enable_choose_best_memory_allocation(self, mode: bool = True) -> None:
+        """No effect: torch's allocator reuses memory at run time, there is no allocation plan to choose."""
+
+    def __repr__(self) -> str:
+        changed = {k: v for k, v in self.__dict__.items() if k != "version"}
+        return f"Config({', '.join(f'{k}={v!r}' for k, v in changed.items())})"

@@ -1,0 +1,431 @@
+"""``nn.Graph``: a function of modules and tensors, captured once for each shape of its inputs, then run as a program without any dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+
+from ..distributed.world import world
+from ..errors import noted
+from ..plans import replaced, tensors_in
+from ..reducer import reducer
+from ..wrapper import GlobalTensor
+from . import passes, report, state
+from .blocks import GraphModule, Proxy
+from .capture import Captured, Result, capture
+from .config import Config
+from .errors import GraphError
+from .micro import join, split
+from .program import Program, reader
+from .record import Logical
+
+__all__ = ["Graph"]
+
+_numbers = itertools.count()
+
+
+class _Optimizer:
+    """An optimizer of a graph, and what changes its learning rate."""
+
+    def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
+        self.optimizer, self.schedule = optimizer, schedule
+
+
+class Built:
+    """What the graph knows for one shape of its inputs."""
+
+    def __init__(self, captured: Captured, program: Program) -> None:
+        self.captured, self.program = captured, program
+
+
+class Graph:
+    """A static graph (OneFlow's ``nn.Graph``). Derive from it: set modules as attributes in ``__init__``, write the computation in ``build``.
+
+    A graph with an optimizer (`add_optimizer`) trains: ``build`` calls ``loss.backward()``, and each call of the graph is one step of the optimizers.
+    Inputs and outputs are nests of tuples, lists and dicts of tensors and plain values. Each new shape, dtype, placement or sbp of the inputs is captured once;
+    the programs of the last ``dynamic_sizes`` shapes are kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        enable_get_runtime_state_dict: bool = False,
+        debug_v_level: int = -1,
+        debug_ranks: Any = None,
+        debug_max_py_stack_depth: int = 2,
+        debug_only_user_py_stack: bool = True,
+        debug_op_repr_with_py_stack: bool = False,
+    ) -> None:
+        self.__dict__.update(
+            config=Config(),
+            name=f"{type(self).__name__}_{next(_numbers)}",
+            _blocks={},
+            _modules=OrderedDict(),
+            _optimizers=[],
+            _scaler=None,
+            _built=OrderedDict(),
+            _size=10,
+            _steps=0,
+            _zero=None,
+            _last=None,
+            _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
+            _captures=0,
+            _lock=threading.Lock(),
+        )
+
+    # Attributes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_modules" not in self.__dict__:
+            raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__() before it sets attributes")
+        value = value._module if type(value) is Proxy else value
+        if isinstance(value, torch.nn.Module):
+            self._modules[name] = value
+            self.__dict__.pop(name, None)
+            return
+        if isinstance(value, Graph):
+            raise GraphError(f"{type(self).__name__}.{name}: a graph cannot hold another graph; give both the modules that they share")
+        if isinstance(value, Optimizer):
+            raise GraphError(f"{type(self).__name__}.{name}: hand optimizers over with self.add_optimizer(optimizer)")
+        self._modules.pop(name, None)
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules")
+        if modules is None:
+            raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__() first")
+        if name in modules:
+            return Proxy(modules[name], self._blocks)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        if self._modules.pop(name, None) is None:
+            object.__delattr__(self, name)
+
+    # What the user says
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation. Write it in the derived class."""
+        raise GraphError(f"{type(self).__name__} has no build(): write the computation there, as a module's forward")
+
+    def add_optimizer(self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
+        """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list of
+        schedulers) that steps after it. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or a scheduler that wants a metric.
+        """
+        if not isinstance(optim, Optimizer):
+            raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optim).__name__}")
+        for schedule in lr_sch if isinstance(lr_sch, (list, tuple)) else [lr_sch]:
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise GraphError("add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the calls of the graph")
+        self._optimizers.append(_Optimizer(optim, lr_sch))
+        self.config.training = True
+
+    def set_grad_scaler(self, grad_scaler: Any = None) -> None:
+        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``), and skip the step where a gradient is no number."""
+        self.__dict__["_scaler"] = grad_scaler
+
+    def debug(self, v_level: int = 0, *, ranks: Any = None, max_py_stack_depth: int = 2, only_user_py_stack: bool = True, op_repr_with_py_stack: bool = False) -> None:
+        """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also each op, 3 also the programs. ``ranks``: which ranks log
+        (None: rank 0; -1: all). ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
+        self.__dict__["_debug"] = report.Debug(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
+
+    # State
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether some program has been built."""
+        return bool(self._built)
+
+    @property
+    def training(self) -> bool:
+        return bool(self.config.training)
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Modules, optimizers, schedulers, the number of steps and the state of the random numbers; before or after the first call."""
+        return state.state_dict(self, destination)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Take what `state_dict` gave; before or after the first call. Raises as torch's load_state_dict does."""
+        state.load_state_dict(self, state_dict, strict)
+
+    def runtime_state_dict(self, destination: Any = None) -> Any:
+        """As `state_dict`: a program keeps no state of its own."""
+        return self.state_dict(destination)
+
+    load_runtime_state_dict = load_state_dict
+
+    # Calls
+
+    @classmethod
+    def trace(cls, func: Callable[..., Any]) -> Graph:
+        """A graph whose build() is ``func``.
+
+        >>> import torch
+        >>> doubled = Graph.trace(lambda x: x * 2)
+        >>> doubled(torch.ones(3))
+        tensor([2., 2., 2.])
+        """
+        graph = cls()
+        for cell in getattr(func, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, torch.nn.Module):
+                graph._modules[f"module_{len(graph._modules)}"] = cell.cell_contents
+        if isinstance(func, torch.nn.Module):
+            graph._modules["module"] = func
+        graph.__dict__["build"] = func
+        return graph
+
+    @classmethod
+    def with_dynamic_input_shape(cls, *, size: int = 10, enable_shared: bool = True) -> Callable[[type[Graph]], type[Graph]]:
+        """Class decorator: keep the programs of the last ``size`` shapes of the inputs (every graph takes any shape; parameters are always shared)."""
+
+        def decorated(graph_class: type[Graph]) -> type[Graph]:
+            original = graph_class.__init__
+
+            @functools.wraps(original)
+            def init(self: Graph, *args: Any, **kwargs: Any) -> None:
+                original(self, *args, **kwargs)
+                self.__dict__["_size"] = size
+
+            graph_class.__init__ = init  # type: ignore[method-assign]
+            return graph_class
+
+        return decorated
+
+    def enable_shared(self, mode: bool = True) -> None:
+        """No effect: graphs always share the parameters of their modules."""
+
+    def share_from(self, graph: Graph) -> None:
+        """No effect: graphs that hold the same modules share their parameters."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "_modules" not in self.__dict__:
+            raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
+        self._attach()
+        micros = split(args, kwargs, self.config.accumulation if self.training else 1)
+        built = self._for(*micros[0])
+        with torch.set_grad_enabled(self.training):
+            if not self.training:
+                outs = [self._run(built, inputs, 1.0) for inputs in map(_inputs, micros)]
+            else:
+                outs = self._step(built, micros)
+        return join(outs)
+
+    def _run(self, built: Built, inputs: list[torch.Tensor], scale: float) -> Any:
+        found = iter(built.program(inputs, scale))
+        return _filled(built.captured.structure, found)
+
+    def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
+        """Forward and backward of each micro-batch, then one step of each optimizer."""
+        self._clear()
+        scale = 1.0 / len(micros)
+        if self._scaler is not None:
+            scale *= float(self._scaler.scale(torch.ones(())))
+        outs, here = [], reducer()
+        for i, inputs in enumerate(map(_inputs, micros)):
+            last = i == len(micros) - 1
+            here.deferred += not last
+            try:
+                outs.append(self._run(built, inputs, scale))
+            finally:
+                here.deferred -= not last
+        for entry in self._optimizers:
+            if self._scaler is None:
+                entry.optimizer.step()
+            else:
+                self._scaler.step(entry.optimizer)
+        if self._scaler is not None:
+            self._scaler.update()
+        for entry in self._optimizers:
+            for schedule in entry.schedule if isinstance(entry.schedule, (list, tuple)) else [entry.schedule] if entry.schedule is not None else ():
+                schedule.step()
+        self._clear()
+        self.__dict__["_steps"] += 1
+        return outs
+
+    def _clear(self) -> None:
+        for entry in self._optimizers:
+            entry.optimizer.zero_grad(set_to_none=True)
+        for p in self._owners():
+            if p.requires_grad and p.grad is not None:
+                p.grad = None
+
+    def _owners(self) -> Iterator[torch.Tensor]:
+        for module in self._modules.values():
+            yield from module.parameters()
+            yield from module.buffers()
+
+    def _attach(self) -> None:
+        """Before the first step: ZeRO."""
+
+    # Building
+
+    def _key(self, args: Any, kwargs: Any) -> Any:
+        flags = tuple(m.training for module in self._modules.values() for m in module.modules())
+        where = tuple(p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device) for p in self._owners())
+        wanted = tuple(p.requires_grad for p in self._owners())
+        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, tuple(map(str, _autocast_now())))
+
+    def _for(self, args: Any, kwargs: Any) -> Built:
+        key = self._key(args, kwargs)
+        try:
+            found = self._built.get(key)
+        except TypeError as error:
+            raise GraphError(f"{self.name}: the arguments of a graph are tensors and values that can be compared (numbers, strings, None): {error}") from None
+        if found is None:
+            found = self._built[key] = self._build(args, kwargs)
+            while len(self._built) > max(1, self._size):
+                self._built.popitem(last=False)
+        else:
+            self._built.move_to_end(key)
+        self.__dict__["_last"] = found
+        return found
+
+    def _build(self, args: Any, kwargs: Any) -> Built:
+        told: Any = None
+        captured: Captured | None = None
+        with torch.set_grad_enabled(self.training):
+            try:
+                captured = self._captured(args, kwargs)
+                lines = report.lines(captured.logical)
+                told = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            except Exception as error:
+                self._agree(error)
+                noted(error, f"(while {self.name} was captured)")
+                raise
+        self._agree(told, lines)
+        passes.run(captured.program)
+        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
+        states = [reader(owners.get(id(t), t)) for t in captured.states]
+        built = Built(captured, Program(captured.program, captured.constants, states, self.name))
+        if self.config.backend is not None:
+            built.program.run = torch.compile(built.program.module, backend=self.config.backend)
+        self._debug.log(self, captured, built.program)
+        return built
+
+    def _captured(self, args: Any, kwargs: Any) -> Captured:
+        self.__dict__["_captures"] += 1
+        names = {id(t): f"{name}.{path}" for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
+        kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._owners()} or {"cpu"}
+        with contextlib.ExitStack() as stack:
+            if self.config.amp is not None:
+                for kind in kinds:
+                    stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
+            return capture(self.build, args, kwargs, names, self._watched)
+
+    @contextlib.contextmanager
+    def _watched(self, logical: Logical) -> Iterator[None]:
+        """Modules say when they run: their path, their stage, whether they are recomputed."""
+        regions = itertools.count()
+        handles = []
+
+        def around(path: str, block: GraphModule | None, module: torch.nn.Module) -> None:
+            kept: list[Any] = []
+
+            def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+                kept.append((logical.path, logical.stage, logical.region))
+                logical.path = [path]
+                if block is None:
+                    return None
+                if block.activation_checkpointing and logical.region is None:
+                    logical.region = next(regions)
+                if block.stage_id is not None:
+                    logical.stage = block.stage_id
+                if block.placement is not None:
+                    these = iter([t.to_global(placement=block.placement) if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))])
+                    return replaced(args, these), replaced(kwargs, these)
+                return None
+
+            def after(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+                logical.path, logical.stage, logical.region = kept.pop()
+
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=False))
+
+        for name, module in self._modules.items():
+            for path, part in module.named_modules():
+                around(f"{name}.{path}".rstrip("."), self._blocks.get(id(part)), part)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _agree(self, told: Any, lines: list[str] | None = None) -> None:
+        """Every rank has captured the same graph, or all raise and say where they part. Collective."""
+        here = world()
+        if here.size == 1:
+            return
+        comm = here.comm(tuple(range(here.size)))
+        mine = f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told
+        everyone = comm.all_gather_object((isinstance(told, Exception), mine))
+        failed = [r for r, (bad, _) in enumerate(everyone) if bad]
+        if failed:
+            if not isinstance(told, Exception):
+                raise GraphError(f"{self.name}: rank {failed[0]} could not capture the graph: {everyone[failed[0]][1]}")
+            return
+        odd = [r for r, (_, digest) in enumerate(everyone) if digest != everyone[0][1]]
+        if odd:
+            texts = comm.all_gather_object(lines)
+            raise GraphError(f"{self.name}: {report.parting(texts, odd[0])}")
+
+    # Looking at it
+
+    def program(self) -> fx.GraphModule:
+        """This rank's program for the inputs last seen; ``print`` of it is Python. Raises GraphError before the first call."""
+        if self._last is None:
+            raise GraphError(f"{self.name} has no program yet: it is built at the first call")
+        return self._last.program.module  # type: ignore[no-any-return]
+
+    def logical(self) -> fx.Graph:
+        """The captured graph of the inputs last seen: torch functions on tensors of global shape, the same on every rank."""
+        if self._last is None:
+            raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
+        return self._last.captured.logical  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return report.describe(self)
+
+
+def _autocast_now() -> list[Any]:
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+
+
+def _shape_of(value: Any) -> Any:
+    """What of a nest of inputs a program depends on."""
+    if isinstance(value, GlobalTensor):
+        return value._spec, value.requires_grad
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return (type(value), *[_shape_of(v) for v in value])
+    if isinstance(value, dict):
+        return (dict, *[(k, _shape_of(v)) for k, v in value.items()])
+    return type(value), value
+
+
+def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
+    args, kwargs = micro
+    return [t._local if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))]
+
+
+def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
+    """build()'s result with this run's tensors in it."""
+    if isinstance(structure, Result):
+        local = next(found).detach()
+        return GlobalTensor.wrap(local, structure.spec) if structure.spec is not None else local
+    if isinstance(structure, (tuple, list)):
+        parts = [_filled(v, found) for v in structure]
+        return type(structure)(*parts) if isinstance(getattr(structure, "_fields", None), tuple) else type(structure)(parts)
+    if isinstance(structure, dict):
+        return type(structure)((k, _filled(v, found)) for k, v in structure.items())
+    return structure

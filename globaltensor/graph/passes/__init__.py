@@ -1,0 +1,3 @@
+"""Passes over a program: one file each, from graph to graph, verified after each."""
+
+from .order import PASSES, run, verify

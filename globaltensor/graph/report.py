@@ -1,0 +1,116 @@
+"""What a graph shows: its modules and ops, the text that ranks compare, its log."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..distributed.world import world
+from ..plans import tensors_in
+from ..wrapper import GlobalTensor
+
+__all__ = ["Debug", "describe", "lines", "parting"]
+
+log = logging.getLogger(__name__)
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """One line an op: what it is called with, and what comes out where. The same text on every rank, or the ranks run different graphs."""
+    return [_line(node) for node in graph.nodes]
+
+
+def _line(node: fx.Node) -> str:
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", repr(node.target))
+    given = ", ".join([_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()])
+    outs = " ".join(_kind(t) for t in tensors_in(node.meta.get("val"), []))
+    return f"{node.name} = {target}({given})" + (f"  # {outs}" if outs else "")
+
+
+def _text(a: Any) -> str:
+    if isinstance(a, fx.Node):
+        return a.name
+    if isinstance(a, (tuple, list)):
+        return f"[{', '.join(map(_text, a))}]"
+    if isinstance(a, dict):
+        return f"{{{', '.join(f'{k}: {_text(v)}' for k, v in a.items())}}}"
+    text = repr(a)
+    return text if " at 0x" not in text else type(a).__name__
+
+
+def _kind(t: torch.Tensor) -> str:
+    if isinstance(t, GlobalTensor):
+        return f"{t._spec!r} @ {t._spec.placement!r}"
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def parting(texts: list[list[str]], odd: int) -> str:
+    """Where the graph of rank ``odd`` parts from that of rank 0."""
+    mine, theirs = texts[0], texts[odd]
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    said = [f"  rank {r} has  {t[at] if at < len(t) else '(nothing more)'}" for r, t in ((0, mine), (odd, theirs))]
+    return (
+        f"rank {odd} has captured another graph than rank 0; they part at op {at}:\n" + "\n".join(said) + "\n"
+        "build() and its inputs must be the same on every rank: no choice may depend on the rank, and random numbers that shape it need one seed"
+    )
+
+
+def describe(graph: Any) -> str:
+    """Modules with their parameters, and the ops of each, with sbp and placement."""
+    out = [f"(GRAPH:{graph.name}:{type(graph).__name__}): ("]
+    ops: defaultdict[str, list[str]] = defaultdict(list)
+    if graph._last is not None:
+        for node in graph._last.captured.logical.nodes:
+            if node.op in ("call_function", "call_method") and node.meta.get("calls"):
+                ops[node.meta["module"]].append(_line(node))
+        out.extend(f"  (INPUT:{_line(n).split('  # ')[0].split(' = ')[0]}: {' '.join(_kind(t) for t in tensors_in(n.meta['val'], []))})" for n in _given(graph))
+    for name, module in graph._modules.items():
+        for path, part in module.named_modules():
+            full = f"{name}.{path}".rstrip(".")
+            pad = "  " * (full.count(".") + 1)
+            out.append(f"{pad}(MODULE:{full}:{type(part).__name__})")
+            for kind, items in (("PARAMETER", part.named_parameters(recurse=False)), ("BUFFER", part.named_buffers(recurse=False))):
+                out.extend(f"{pad}  ({kind}:{full}.{own}: {_kind(t)})" for own, t in items)
+            out.extend(f"{pad}  (OPERATOR: {text})" for text in ops.pop(full, ()))
+    for rest in ops.values():
+        out.extend(f"  (OPERATOR: {text})" for text in rest)
+    if graph._last is None:
+        out.append("  (not captured yet: ops are known after the first call)")
+    return "\n".join([*out, ")"])
+
+
+def _given(graph: Any) -> list[fx.Node]:
+    return [n for n in graph._last.captured.logical.nodes if n.op == "placeholder" and n.name.startswith("input_")]
+
+
+class Debug:
+    """How much a graph tells, and on which ranks."""
+
+    def __init__(self, level: int, ranks: Any, depth: int, only_user: bool, with_stack: bool) -> None:
+        self.level, self.depth, self.only_user, self.with_stack = level, depth, only_user, with_stack
+        self.ranks = ranks
+
+    def wanted(self) -> bool:
+        if self.level < 0:
+            return False
+        here = world().rank
+        return here == 0 if self.ranks is None else self.ranks == -1 or here in ([self.ranks] if isinstance(self.ranks, int) else list(self.ranks))
+
+    def log(self, graph: Any, captured: Any, program: Any) -> None:
+        """Tell of a graph that has just been built."""
+        if not self.wanted():
+            return
+        prefix = f"[rank {world().rank}] {graph.name}"
+        calls = sum(bool(n.meta.get("calls")) for n in captured.logical.nodes)
+        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), len(program.module.graph.nodes))
+        if self.level >= 1:
+            log.warning("%s\n%s", prefix, describe(graph))
+        if self.level >= 2:
+            for node in captured.logical.nodes:
+                where = f"   ({node.meta['where']})" if self.with_stack and node.meta.get("where") else ""
+                log.warning("%s %s%s", prefix, _line(node), where)
+        if self.level >= 3:
+            log.warning("%s program:\n%s", prefix, program.module.code)
