@@ -236,6 +236,8 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
     _check(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     spec, grad = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout), kwargs.pop("requires_grad", False)
+    if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:
+        spec = x._spec.replace(dtype=spec.dtype)  # stored as it is, too
     base = name.removesuffix("_like")
     if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
         kwargs.pop("device", None)  # torch's own on the part keeps its strides, as optimizers like their state

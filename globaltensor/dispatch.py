@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -22,7 +23,7 @@ from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
-from .spec import Spec
+from .spec import Spec, Stored
 from .wrapper import GlobalTensor, kernel_message
 
 __all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
@@ -163,8 +164,8 @@ def _key(a: Any, free: bool) -> Any:
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
     found: list[Placement] = []
     for t in tensors:
-        if isinstance(t, GlobalTensor) and t._spec.placement not in found:
-            found.append(t._spec.placement)
+        if isinstance(t, GlobalTensor) and t._spec.shown.placement not in found:
+            found.append(t._spec.shown.placement)
     if len(found) > 1:
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
@@ -192,7 +193,13 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return _unruled(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
         return Through(lambda *a, **k: into_plain(func, placement, a, k))
-    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
+    taken = [s.shown for s in specs]  # what is stored otherwise counts as what it is shown to be, but stays where it is stored
+    stored = specs[0] if rule.inplace and isinstance(specs[0], Stored) else None
+    if stored is not None:
+        taken[0] = stored.plain
+        if stored.placement is not placement:
+            return Whole(rule.name, specs, True)
+    op = Op([Arg(i, s) for i, s in enumerate(taken)], function=func)
     these, unknown = iter(op.args), ""
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
@@ -212,7 +219,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return Whole(rule.name, specs, rule.inplace)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
-        outs, op.out = [specs[0]], [op.dims[0]]
+        outs, op.out = [taken[0]], [op.dims[0]]
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
     if rule.inplace and outs[0].shape != specs[0].shape:
@@ -225,6 +232,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         choice, kind = choose(op, outs, alike=True), Moved
         if choice is None:
             raise inplace_error(name_of(func), specs[0])
+    if stored is not None:
+        choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
     return _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
 
 

@@ -14,6 +14,7 @@ from .errors import SbpError, ShapeError
 from .placement import Placement
 from .reducer import reduce_dtype
 from .sbp import Sbp, as_layout, broadcast
+from .sharded import unfolded
 from .wrapper import GlobalTensor
 
 __all__ = ["module_to_global", "module_to_local"]
@@ -113,7 +114,7 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
         if isinstance(old, GlobalTensor):
             if id(old) not in done:
                 kept.append(old)
-                local = old._local.detach()
+                local = unfolded(old)._local.detach()
                 done[id(old)] = torch.nn.Parameter(local, old.requires_grad) if isinstance(old, torch.nn.Parameter) else local
             held[name] = done[id(old)]
     return self

@@ -19,11 +19,11 @@ from .boxing import box, log, plan
 from .buckets import Buckets
 from .distributed.world import World, world
 from .reducer import dtype_of_sum, reducer, summed
-from .spec import Spec
+from .spec import Spec, Stored
 from .visible import shown
 from .wrapper import GlobalTensor
 
-__all__ = ["abort", "finish", "forget", "gather_axes", "gathered", "immediate", "scatter"]
+__all__ = ["abort", "finish", "forget", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
 
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
 
@@ -89,8 +89,16 @@ def abort() -> None:
     forget()
 
 
+def unfolded(x: GlobalTensor) -> GlobalTensor:
+    """A tensor that lies as it is shown to lie. Collective where it is stored otherwise (ZeRO)."""
+    shown = x._spec.shown
+    return x if x._spec is shown else GlobalTensor.wrap(box(x._local, x._spec, shown, why="to_local"), shown)
+
+
 def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
     """The axes along which src -> dst only gathers; () where it does anything else."""
+    if isinstance(src, Stored) and dst is src.shown:
+        return src.axes
     if src.placement is not dst.placement or not src.numel:
         return ()
     axes = []

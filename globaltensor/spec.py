@@ -15,7 +15,7 @@ from .errors import SbpError
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
-__all__ = ["Spec", "pieces"]
+__all__ = ["Spec", "Stored", "pieces"]
 
 # setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
 _interning = threading.Lock()
@@ -95,6 +95,11 @@ class Spec:
         return Spec.make, (tuple(self.shape), self.dtype, self.placement, self.layout)
 
     @property
+    def shown(self) -> Spec:
+        """What users are shown: the spec itself, save where a tensor is stored otherwise (`Stored`)."""
+        return self
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 
@@ -166,6 +171,62 @@ class Spec:
     def __repr__(self) -> str:
         short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i").replace("bf", "bf")
         return f"{short}{list(self.shape)} {' '.join(e.short for e in self.layout)}"
+
+
+class Stored(Spec):
+    """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what it is shown to hold (ZeRO, arXiv:1910.02054).
+
+    Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by ``shown``; the ranks along ``axes`` of the placement hold
+    the shares of one part, in order. The placement may have the axes of the shown one in another order.
+    """
+
+    __slots__ = ("axes", "shown")
+    axes: tuple[int, ...]
+    shown: Spec
+    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], Stored] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
+        """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split what ``shown`` does not."""
+        found = cls._kept.get((spec, shown))
+        if found is None:
+            found = object.__new__(cls)
+            set_ = object.__setattr__
+            for name in ("shape", "dtype", "placement", "layout", "sbp", "_boxes"):
+                set_(found, name, getattr(spec, name))
+            set_(found, "axes", tuple(axes))
+            set_(found, "shown", shown)
+            with _interning:
+                found = cls._kept.setdefault((spec, shown), found)
+        return found
+
+    @property
+    def plain(self) -> Spec:
+        """The same layout, counting as itself."""
+        return Spec.make(self.shape, self.dtype, self.placement, self.layout)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Stored.of, (self.plain, self.shown, self.axes)
+
+    def replace(
+        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+    ) -> Spec:
+        """With another dtype it is still stored so; with another shape, placement or layout it is an ordinary spec."""
+        if shape is None and placement is None and layout is None:
+            return Stored.of(self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes)
+        return super().replace(shape=shape, dtype=dtype, placement=placement, layout=layout)
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Those whose shares make up what ``rank`` is shown to hold, in the order of the shares."""
+        return self.placement.fiber(rank, self.axes)
+
+    def share(self, rank: int, holder: int) -> tuple[slice, ...]:
+        """Where the share of ``holder`` lies in what ``rank``, one of its peers, is shown to hold."""
+        offsets = self.shown.box(rank)[0]
+        return tuple(slice(b - o, b - o + n) for b, n, o in zip(*self.box(holder), offsets, strict=True))
+
+    def __repr__(self) -> str:
+        return f"{self.shown!r} kept as {super().__repr__()}"
 
 
 def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> tuple[Sbp, ...]:

@@ -84,18 +84,18 @@ def global_to_global(
 ) -> GlobalTensor:
     """The same value on another placement or with another sbp. What is not given stays. ``grad_sbp``: the sbp that the gradient is brought to on its way back
     (default: the dual of this tensor's sbp). Collective. Raises SbpError, PlacementError."""
-    src = self._spec
-    where = src.placement if placement is None else placement
+    src, shown = self._spec, self._spec.shown
+    where = shown.placement if placement is None else placement
     check_placement(where)
     if sbp is None:
-        if where.axes != src.placement.axes:
-            raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(src.layout)} entries: give sbp= with one entry for each axis")
-        layout: Sequence[Sbp] = src.layout
+        if where.axes != shown.placement.axes:
+            raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} entries: give sbp= with one entry for each axis")
+        layout: Sequence[Sbp] = shown.layout
     else:
         layout = as_layout(sbp, where.axes)
     dst = src.replace(placement=where, layout=layout)
     back = None if grad_sbp is None else src.replace(layout=as_layout(grad_sbp, src.placement.axes, "grad_sbp"))
-    if dst is src and back is None:
+    if dst is shown and back is None:
         return self.clone() if copy else self
     local = box(self._local, src, dst, back, why="to_global", alias=False)  # writing into the result must not reach this tensor
     if local is self._local:
@@ -141,13 +141,14 @@ class _ToLocal(torch.autograd.Function):
 
 @visible
 def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
-    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication.
+    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares.
 
     ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are
     summed; where every rank computes the same from it, say ``grad_sbp=broadcast``.
     """
     if self._local.requires_grad:
         reducer.watch()
+    self = sharded.unfolded(self)
     if grad_sbp is not None:
         grad = self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
         local = _ToLocal.apply(self._local, grad, self._spec.dual()) if self._local.requires_grad else self._local
@@ -340,18 +341,23 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
     if not isinstance(value, GlobalTensor):
         raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
-    kept = self.requires_grad
+    if value._spec is not self._spec and value._spec.shown is self._spec.shown:
+        value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
     sharded.forget()
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return
-    old, self._local = self._local, value._local.detach()
-    self._spec = value._spec
-    self.__dict__.pop("_kept_grad", None)
-    self._leaf = None
+    replace_local(self, value._local.detach(), value._spec)
+
+
+def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
+    """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
+    kept, old = leaf.requires_grad, leaf._local
+    leaf._local, leaf._spec, leaf._leaf = local, spec, None
+    leaf.__dict__.pop("_kept_grad", None)
     if kept:
-        set_requires_grad(self, True)
-        hooks.carry(self, old)
+        set_requires_grad(leaf, True)
+        hooks.carry(leaf, old)
 
 
 def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:

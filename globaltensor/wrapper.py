@@ -10,7 +10,7 @@ from . import _torch
 from .errors import KernelError
 from .placement import Placement
 from .sbp import Sbp
-from .spec import Spec
+from .spec import Spec, Stored
 
 __all__ = ["GlobalTensor", "placeholder"]
 
@@ -34,6 +34,8 @@ class GlobalTensor(torch.Tensor):
     _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
     _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
     _reduce_dtype: torch.dtype | None = None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
+    _shard: Stored | None = None  # of a parameter that lies whole: what of it this rank's optimizer steps (graph/zero.py)
+    _grad_shard: Stored | None = None  # and how its gradient is kept
     _origin: Any = None  # of such a view made by x[index]: (x, index, x's version then), so that writing can reach it
 
     @staticmethod
@@ -50,7 +52,7 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def spec(self) -> Spec:
-        return self._spec
+        return self._spec.shown
 
     @property
     def is_global(self) -> bool:
@@ -62,11 +64,11 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def placement(self) -> Placement:
-        return self._spec.placement
+        return self._spec.shown.placement
 
     @property
     def sbp(self) -> tuple[Sbp, ...]:
-        return self._spec.sbp
+        return self._spec.shown.sbp
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
