@@ -22,7 +22,7 @@ from ..spec import pieces
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["Comm", "Done", "Handle", "Traffic", "as_bytes", "combine", "comms", "flatten"]
+__all__ = ["Channel", "Comm", "Done", "Handle", "Message", "Scattered", "Traffic", "as_bytes", "combine", "comms", "flatten"]
 
 #: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
@@ -54,6 +54,27 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Block until the result is there; raises WorldError where the collective failed."""
+
+
+class Scattered:
+    """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned. ``finish`` makes it of what ``work`` brings."""
+
+    def __init__(self, work: Handle | None = None, finish: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
+        self._work, self._finish, self._value = work, finish, value
+
+    def wait(self) -> None:
+        """As that of any handle."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._value = self._finish()
+        self._work = self._finish = None
+
+    @property
+    def value(self) -> Tensor:
+        """What this rank gets."""
+        assert self._value is not None, "wait() comes first"
+        return self._value
 
 
 class Done:
@@ -183,6 +204,18 @@ class Comm(ABC):
         total = sum(c.nbytes for c in sends)
         self._note("reduce_scatter", total - total // self.size)
         return self._reduce_scatter(sends, op).view(mine.shape)
+
+    def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> Scattered:
+        """The same beside the computation, of 1-D contiguous chunks, which must be left alone until ``wait()`` of the handle returns. Then it has the
+        ``value``."""
+        if self.size == 1:
+            return Scattered(value=chunks[0].detach().clone())
+        total = sum(c.nbytes for c in chunks)
+        self._note("reduce_scatter", total - total // self.size)
+        return self._reduce_scatter_async([c.detach() for c in chunks], op)
+
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+        return Scattered(value=self._reduce_scatter(sends, op))
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         n, p = flat.numel(), self.size
@@ -318,3 +351,52 @@ class Comm(ABC):
             self._swap({i: as_bytes(s) for i, s in sends.items() if s.numel()}, {i: as_bytes(r) for i, r in recvs.items() if r.numel()}, device)
         if local is not None:
             local[0].copy_(local[1])
+
+
+class Message(Protocol):
+    """One message on its way through a channel."""
+
+    def over(self) -> bool:
+        """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises, at once."""
+
+    def wait(self) -> None:
+        """Block until it is through, as long as the world waits at most. Raises WorldError where it cannot get there."""
+
+
+class Channel(ABC):
+    """Messages from rank ``source`` to rank ``target`` that go beside the computation; this rank is one of the two.
+
+    They have no names: the n-th receive gets the n-th that was sent, so both sides must know their order, and their sizes. Other channels, the one in the
+    opposite direction too, are independent of it.
+    """
+
+    def __init__(self, world: World, source: int, target: int) -> None:
+        self.world, self.source, self.target = world, source, target
+
+    @abstractmethod
+    def _send(self, data: Tensor) -> Message:
+        """Start sending flat bytes, at least one."""
+
+    @abstractmethod
+    def _receive(self, data: Tensor) -> Message:
+        """Start receiving into flat bytes, at least one."""
+
+    def connect(self) -> None:
+        """Make ready. Both ranks call it before the first message, and each rank for all its channels sorted by (source, target): it may wait for the other."""
+        return None
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        return None
+
+    def send(self, t: Tensor) -> Message:
+        """Start sending the elements of ``t``, in row-major order; never waits. They must be left alone until the message is over."""
+        flat = flatten(t)
+        trace = self.world.trace
+        if trace is not None:
+            trace.append(Traffic("send", (self.source, self.target), flat.nbytes))
+        return self._send(as_bytes(flat))
+
+    def receive(self, flat: Tensor) -> Message:
+        """Start filling a contiguous 1-D tensor with the next message; never waits."""
+        return self._receive(as_bytes(flat))

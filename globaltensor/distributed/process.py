@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
-from .comm import Comm, Handle, as_bytes
+from .comm import Comm, Handle, Scattered, as_bytes, combine
 from .world import ProcessWorld
 
 __all__ = ["MessageComm", "ProcessComm"]
@@ -213,6 +213,28 @@ class ProcessComm(MessageComm):
             dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
 
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+        mine, order = sends[self.index], self._order
+        numels = [s.numel() for s in sends]
+        if self._reduces(mine):
+            out = torch.empty_like(mine)
+            work = dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True)
+            return Scattered(_Work(self, work), lambda: out)
+        if not self._dense(mine, max(self.size * max(numels), sum(numels))):
+            return super()._reduce_scatter_async(sends, op)
+        # Everyone's chunks for this rank, its own left where it is; they are added once they are here.
+        size, n = mine.itemsize, mine.numel()
+        others = [i for i in order if i != self.index]
+        source, target = _joined([sends[i] for i in others]), torch.empty(n * (self.size - 1), dtype=mine.dtype)
+        received, sent = ([0 if i == self.index else v * size for i, v in zip(order, vs, strict=True)] for vs in ([n] * self.size, [numels[i] for i in order]))
+        work = dist.all_to_all_single(as_bytes(target), as_bytes(source), received, sent, group=self.group, async_op=True)
+
+        def add() -> Tensor:
+            found = dict(zip(others, target.split(n) if n else [target] * len(others), strict=True)) | {self.index: mine}
+            return combine([found[i] for i in range(self.size)], op, spare=1 - self.index if self.size == 2 else None)
+
+        return Scattered(_Work(self, work), add)
+
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         if not self._reduces(flat):
             return super()._all_reduce(flat, op)
@@ -251,7 +273,7 @@ class _Work:
             if self.work is not None:
                 self.work.wait()
         except RuntimeError as error:
-            raise self.comm.broken("all_reduce", error) from error
+            raise self.comm.broken("a collective under way", error) from error
 
 
 class _Job:
@@ -261,6 +283,9 @@ class _Job:
         self.run, self.done, self.error = run, threading.Event(), None
 
     error: BaseException | None
+
+    def over(self) -> bool:
+        return self.done.is_set()
 
     def wait(self) -> None:
         # Bounded by the timeout of the process group, which ends the job with an error.
@@ -277,7 +302,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="globaltensor background", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None]) -> Handle:
+    def submit(self, run: Callable[[], None]) -> _Job:
         """Queue a collective."""
         job = _Job(run)
         self._jobs.put(job)
@@ -296,6 +321,7 @@ class Background:
             except BaseException as error:  # handed to whoever waits for the job
                 job.error = error
             job.done.set()
+            del job  # and with it what it works on, while this thread waits for the next
 
 
 def background(world: ProcessWorld) -> Background:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WorldError, noted
-from .comm import Comm
+from .comm import Channel, Comm
 from .world import World, set_world
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -54,12 +54,47 @@ class _Meeting:
             self._changed.notify_all()
 
 
+class _Mailbox:
+    """What one rank sends another: letters, numbered in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self.letters: dict[int, Tensor] = {}
+        self.sent, self.asked = 0, 0
+        self.changed = threading.Condition()
+        self.closed = False
+
+    def put(self, letter: Tensor) -> None:
+        with self.changed:
+            self.letters[self.sent] = letter
+            self.sent += 1
+            self.changed.notify_all()
+
+    def ask(self) -> int:
+        """The number of the next letter that nobody has asked for."""
+        with self.changed:
+            self.asked += 1
+            return self.asked - 1
+
+    def take(self, number: int, timeout: float) -> Tensor | None:
+        """A letter; None where it will not come, or not in time."""
+        with self.changed:
+            self.changed.wait_for(lambda: number in self.letters or self.closed, timeout)
+            return self.letters.pop(number, None)
+
+    def close(self) -> None:
+        """Wake those who wait: nothing more will come."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
 class _Hall:
     """What the ranks of one simulation share."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout, self.lock = size, timeout, threading.Lock()
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.mailboxes: dict[tuple[int, int], _Mailbox] = {}
         self.gone: dict[int, str] = {}
 
     def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
@@ -71,6 +106,15 @@ class _Hall:
                     found.abandon()
             return found
 
+    def mailbox(self, source: int, target: int) -> _Mailbox:
+        with self.lock:
+            found = self.mailboxes.get((source, target))
+            if found is None:
+                found = self.mailboxes[source, target] = _Mailbox()
+                if source in self.gone:
+                    found.close()
+            return found
+
     def leave(self, rank: int, how: str) -> None:
         """A rank that has ended will meet nobody again: let those who wait for it, or will, know."""
         with self.lock:
@@ -78,6 +122,9 @@ class _Hall:
             for ranks, meeting in self.meetings.items():
                 if rank in ranks:
                     meeting.abandon()
+            for (source, _), mailbox in self.mailboxes.items():
+                if source == rank:
+                    mailbox.close()
 
 
 class _SimulatedComm(Comm):
@@ -109,6 +156,55 @@ class _SimulatedComm(Comm):
         return self._meet(value)
 
 
+class _Sent:
+    """A message that lies in its mailbox."""
+
+    def over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _Asked:
+    """A message that is expected."""
+
+    def __init__(self, channel: _SimulatedChannel, data: Tensor) -> None:
+        self._channel, self._data = channel, data
+        self._number, self._through = channel.mailbox.ask(), False
+
+    def over(self) -> bool:
+        return self._through or self._number in self._channel.mailbox.letters or self._channel.mailbox.closed
+
+    def wait(self) -> None:
+        if self._through:
+            return
+        source, hall = self._channel.source, self._channel.world.hall
+        letter = self._channel.mailbox.take(self._number, hall.timeout)
+        if letter is None:
+            why = f"it has {hall.gone[source]}" if source in hall.gone else f"nothing came within {hall.timeout:g} s"
+            raise WorldError(f"rank {self._channel.target} waited for a message from rank {source}, but {why}")
+        if letter.numel() != self._data.numel():
+            raise WorldError(f"rank {source} sent {letter.numel()} bytes where rank {self._channel.target} expects {self._data.numel()}")
+        self._data.copy_(letter)
+        self._through = True
+
+
+class _SimulatedChannel(Channel):
+    world: SimulatedWorld
+
+    def __init__(self, world: SimulatedWorld, source: int, target: int) -> None:
+        super().__init__(world, source, target)
+        self.mailbox = world.hall.mailbox(source, target)
+
+    def _send(self, data: Tensor) -> _Sent:
+        self.mailbox.put(data.clone())
+        return _Sent()
+
+    def _receive(self, data: Tensor) -> _Asked:
+        return _Asked(self, data)
+
+
 class SimulatedWorld(World):
     """One rank of a simulation. ``devices`` gives a stand-in for device types this machine lacks: ``{"cuda": "cpu"}``."""
 
@@ -122,6 +218,9 @@ class SimulatedWorld(World):
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         return _SimulatedComm(self, ranks)
+
+    def _open(self, source: int, target: int, device: torch.device) -> Channel:
+        return _SimulatedChannel(self, source, target)
 
 
 def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT_SECONDS, devices: Mapping[str, str] | None = None) -> list[Any]:

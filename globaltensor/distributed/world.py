@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import WorldError
 from .backends import choose, lacking, prepare
-from .comm import Comm, Traffic
+from .comm import Channel, Comm, Traffic
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
 
@@ -36,6 +36,7 @@ class World(ABC):
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
         self.trace: list[Traffic] | None = None
         self._comms: dict[tuple[int, ...], Comm] = {}
+        self._channels: dict[tuple[int, int, str], Channel] = {}
 
     def comm(self, ranks: tuple[int, ...]) -> Comm:
         """The communicator of these ranks, in this order; this rank must be one of them. Raises WorldError."""
@@ -50,6 +51,20 @@ class World(ABC):
     @abstractmethod
     def _connect(self, ranks: tuple[int, ...]) -> Comm: ...
 
+    def channel(self, source: int, target: int, device: torch.device) -> Channel:
+        """What carries messages of tensors on this type of device from one rank to another; this rank must be one of them. Raises WorldError."""
+        key = (source, target, device.type)
+        found = self._channels.get(key)
+        if found is None:
+            if self.rank not in (source, target) or source == target or not 0 <= min(source, target) <= max(source, target) < self.size:
+                asked = f"rank {self.rank} of {self.size} asked for a channel from rank {source} to rank {target}"
+                raise WorldError(f"{asked}: they must be two ranks of this job, this one among them")
+            found = self._channels[key] = self._open(source, target, device)
+        return found
+
+    def _open(self, source: int, target: int, device: torch.device) -> Channel:
+        raise WorldError(f"rank {self.rank} of {self.size}: a {type(self).__name__} carries no messages")
+
     def device(self, type: str) -> torch.device:
         """The device of this type that belongs to this rank: of accelerators, the one with the number of the local rank. Raises WorldError."""
         if type in ("cpu", "meta"):
@@ -62,8 +77,11 @@ class World(ABC):
         return torch.device(type, self.local_rank)
 
     def close(self) -> None:
-        """Let go of the communicators."""
+        """Let go of the communicators and channels."""
         self._comms.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
 
 
 class Closable(Protocol):
@@ -92,6 +110,19 @@ class ProcessWorld(World):
         from .process import ProcessComm
 
         return ProcessComm(self, ranks)
+
+    def _open(self, source: int, target: int, device: torch.device) -> Channel:
+        from .messages import MessageChannel, NativeChannel
+
+        native = self.backends.get(device.type, "mpi") != "mpi"
+        return (NativeChannel if native else MessageChannel)(self, source, target, device)
+
+    def pair(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
+        """A torch group for messages from one rank to another alone, on the device's own backend."""
+        if self.carrier is None:
+            raise WorldError(f"rank {self.rank} of {self.size} has no process group (any more): it was destroyed, or the world was closed")
+        name = f"globaltensor_{device.type}_from_{source}_to_{target}"
+        return _torch.new_group(sorted((source, target)), self.rank, name, self.backends[device.type], timeout())
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The torch group of these ranks, which are sorted; made at first use, by its members alone."""

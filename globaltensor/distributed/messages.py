@@ -1,0 +1,146 @@
+"""Channels between processes: single messages that go beside the computation, over torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import WorldError
+from .comm import Channel
+from .process import Background
+from .world import ProcessWorld
+
+__all__ = ["MessageChannel", "NativeChannel"]
+
+_TAG = 7003  # keeps these messages apart from those of collectives, and of the user's own send and recv
+
+
+class _Message:
+    """A work of torch, and the memory that it needs until it is over."""
+
+    def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
+        self._channel, self._work, self._kept = channel, work, kept
+
+    def over(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except WorldError:
+            raise
+        except RuntimeError as error:
+            raise _broken(self._channel, error) from error
+
+
+class _Watched:
+    """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited for."""
+
+    def __init__(self, message: _Message, thread: Background) -> None:
+        self._job = thread.submit(message.wait)
+
+    def over(self) -> bool:
+        return self._job.over()
+
+    def wait(self) -> None:
+        self._job.wait()
+
+
+class _Landing:
+    """A receive into host memory, of which a device without a backend of its own then gets a copy."""
+
+    def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
+        self._message, self._host, self._data = message, host, data
+
+    def over(self) -> bool:
+        return self._message.over()
+
+    def wait(self) -> None:
+        self._message.wait()
+        self._data.copy_(self._host)
+
+
+def _broken(channel: Channel, error: Exception) -> WorldError:
+    here = channel.world.rank
+    way = f"to rank {channel.target}" if here == channel.source else f"from rank {channel.source}"
+    return WorldError(f"rank {here}: a message {way} failed: {error}; a rank has died, hangs, or did something else")
+
+
+class MessageChannel(Channel):
+    """Over the group of all ranks: gloo, or MPI."""
+
+    world: ProcessWorld
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target)
+        self._mpi = "mpi" in world.backend
+        self._thread: Background | None = None
+
+    @property
+    def _carrier(self) -> dist.ProcessGroup:
+        found = self.world.carrier
+        if found is None:
+            raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
+        return found
+
+    def _send(self, data: Tensor) -> _Message | _Watched:
+        there = data if self._mpi else data.cpu()
+        try:
+            message = _Message(self, self._carrier.send([there], self.target, _TAG), there)
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        if self._mpi:
+            return message
+        if self._thread is None:
+            self._thread = Background()
+        return _Watched(message, self._thread)
+
+    def _receive(self, data: Tensor) -> _Message | _Landing:
+        straight = self._mpi or data.device.type == "cpu"
+        there = data if straight else torch.empty(data.shape, dtype=data.dtype)
+        try:
+            message = _Message(self, self._carrier.recv([there], self.source, _TAG), there)
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        return message if straight else _Landing(message, there, data)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+
+class NativeChannel(Channel):
+    """Over a group of the two ranks on the device's own backend, such as NCCL.
+
+    There messages of a group run one after the other, whatever their direction, and one whose other side comes later holds up those behind it: so each
+    direction has its own group. Waiting is the device's: the host goes on, and the computation queued next comes after the message.
+    """
+
+    world: ProcessWorld
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target)
+        self._device, self._connected = device, False
+        self._group = world.pair(source, target, device)
+
+    def connect(self) -> None:
+        # The first message of a group waits on the host for its other side, so it must be one that both sides come to.
+        if not self._connected:
+            mark = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            (self._send if self.world.rank == self.source else self._receive)(mark).wait()
+            self._connected = True
+
+    def _start(self, kind: object, data: Tensor, peer: int) -> _Message:
+        try:
+            works = dist.batch_isend_irecv([dist.P2POp(kind, data, peer, self._group)])  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        return _Message(self, works[0], data)
+
+    def _send(self, data: Tensor) -> _Message:
+        return self._start(dist.isend, data, self.target)
+
+    def _receive(self, data: Tensor) -> _Message:
+        return self._start(dist.irecv, data, self.source)

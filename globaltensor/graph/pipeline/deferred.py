@@ -1,0 +1,252 @@
+"""Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024).
+
+`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to
+its `Later`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
+weights that are no leaves (gathered or tied ones) get, is computed with the gradients of inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["DEFERRED", "Later", "conv1d", "conv2d", "conv3d", "linear", "matmul"]
+
+
+class Later:
+    """What one forward pass leaves for later: gradients of weights that `holding` put off, until `run` computes them.
+
+    >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), Later()
+    >>> with later.recording():
+    ...     y = linear(x, w).sum()
+    >>> with later.holding():
+    ...     y.backward()
+    >>> w.grad is None, len(later)
+    (True, 1)
+    >>> later.run()
+    >>> w.grad
+    tensor([[3., 3.]])
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+        self._work: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The forward pass: what runs here can be put off. So must a checkpoint's second one run (``context_fn``)."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """A backward pass of inputs: weights are put off. In one outside, nothing is."""
+        # Not a ContextVar: autograd runs the backward of accelerators in threads of its own.
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def run(self) -> None:
+        """Compute what was put off and add it to the leaves' ``.grad``, hooks included, as a backward pass does; each is let go once it is done."""
+        work, self._work = self._work, []
+        work.reverse()
+        while work:
+            work.pop()()
+
+
+_current: ContextVar[Later | None] = ContextVar("globaltensor_deferred_weights", default=None)
+
+
+def _deferring(*leaves: Tensor | None) -> Later | None:
+    """Who takes the gradient of a weight now being used; None where it is not one to put off."""
+    later = _current.get()
+    if later is None or not torch.is_grad_enabled() or not any(_waits(leaf) for leaf in leaves):
+        return None
+    return later
+
+
+def _waits(leaf: Tensor | None) -> bool:
+    return leaf is not None and leaf.is_leaf and leaf.requires_grad
+
+
+def _arrive(leaf: Tensor, grad: Tensor) -> None:
+    # Through autograd, which also runs the leaf's hooks.
+    torch.autograd.backward([leaf], [grad.to(leaf.dtype)])
+
+
+def _cast(x: Tensor) -> Tensor:
+    """``x`` as autocast would give it to a matrix product."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype is not torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if t is None else t.to(like.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- matrix products
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
+    later = _deferring(weight)
+    if later is None or weight.ndim != 2:
+        return F.linear(input, weight, bias)
+    return _Product.apply(_cast(input), weight, bias, False, later)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """torch.matmul; a second factor ``[k, n]`` that is a leaf counts as the weight."""
+    later = _deferring(other)
+    if later is None or other.ndim != 2 or not input.ndim:
+        return torch.matmul(input, other)
+    return _Product.apply(_cast(input), other, None, True, later)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _weight_grad(x: Tensor, grad: Tensor, across: bool) -> Tensor:
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return x.t() @ grad if across else grad.t() @ x
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.t() + bias``; ``across``: ``x @ weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.across, ctx.later, ctx.weight, ctx.bias = across, later, weight, bias
+        with torch.autocast(x.device.type, enabled=False):
+            there = weight.to(x.dtype)
+            return F.linear(x, there.t() if across else there, _same(bias, x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight), later, across, bias = grads, ctx.saved_tensors, ctx.later, ctx.across, ctx.bias
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_x = of_weight = of_bias = None
+        if wants_x:
+            there = weight.to(grad.dtype)
+            of_x = grad @ (there.t() if across else there)
+        if wants_weight or wants_bias:
+            held = later.held and not torch.is_grad_enabled()
+            put_off = [leaf if held and wanted and _waits(leaf) else None for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))]
+            if any(leaf is not None for leaf in put_off):
+                later.put(_product_later(x, grad, across, *put_off))
+            if wants_weight and put_off[0] is None:
+                of_weight = _weight_grad(x, grad, across).to(weight.dtype)
+            if wants_bias and put_off[1] is None:
+                of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _product_later(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> Callable[[], None]:
+    x, grad = x.detach(), grad.detach()
+
+    def work() -> None:
+        if weight is not None:
+            _arrive(weight, _weight_grad(x, grad, across))
+        if bias is not None:
+            _arrive(bias, grad.reshape(-1, grad.shape[-1]).sum(0))
+
+    return work
+
+
+# ---------------------------------------------------------------------------------------------------------------- convolutions
+
+
+def _convolution(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def convolve(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Tensor:
+        later = _deferring(weight)
+        if later is None or isinstance(padding, str) or input.ndim != dims + 2:
+            return plain(input, weight, bias, stride, padding, dilation, groups)
+        how = (*(_each(n, dims) for n in (stride, padding, dilation)), False, [0] * dims, groups)
+        return _Convolution.apply(_cast(input), weight, bias, how, later)  # type: ignore[no-any-return, no-untyped-call]
+
+    convolve.__name__ = convolve.__qualname__ = plain.__name__
+    convolve.__doc__ = f"torch.nn.functional.{plain.__name__}."
+    return convolve
+
+
+def _each(n: int | Sequence[int], dims: int) -> list[int]:
+    numbers = [n] if isinstance(n, int) else list(n)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+conv1d, conv2d, conv3d = _convolution(F.conv1d, 1), _convolution(F.conv2d, 2), _convolution(F.conv3d, 3)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.convolution(x, weight.to(x.dtype), _same(bias, x), *how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight), later, bias = grads, ctx.saved_tensors, ctx.later, ctx.bias
+        wanted = list(ctx.needs_input_grad[:3])
+        held = later.held and not torch.is_grad_enabled()
+        put_off = [held and wants and _waits(leaf) for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)]
+        if any(put_off):
+            later.put(_convolution_later(x, grad, ctx.how, ctx.weight if put_off[0] else None, bias if put_off[1] else None, weight.shape))
+        now = [wanted[0], wanted[1] and not put_off[0], wanted[2] and not put_off[1]]
+        found = _convolution_grads(grad, x, weight, ctx.how, now) if any(now) else (None, None, None)
+        like = (x, weight, bias)
+        return *(g.to(t.dtype) if wants else None for g, t, wants in zip(found, like, now, strict=True)), None, None
+
+
+def _convolution_grads(grad: Tensor, x: Tensor, weight: Tensor, how: tuple[Any, ...], mask: list[bool]) -> tuple[Any, ...]:
+    stride, padding, dilation, transposed, more, groups = how
+    bias = [weight.shape[0]] if mask[2] else None
+    weight = weight.to(grad.dtype)
+    return torch.ops.aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, more, groups, mask)  # type: ignore[no-any-return]
+
+
+def _convolution_later(
+    x: Tensor, grad: Tensor, how: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
+) -> Callable[[], None]:
+    x, grad = x.detach(), grad.detach()
+
+    def work() -> None:
+        # Of the weight only shape and dtype matter here.
+        stand_in = grad.new_empty(1).expand(shape) if weight is None else weight.detach()
+        found = _convolution_grads(grad, x, stand_in, how, [False, weight is not None, bias is not None])
+        for leaf, g in ((weight, found[1]), (bias, found[2])):
+            if leaf is not None:
+                _arrive(leaf, g)
+
+    return work
+
+
+#: What stands for which function of torch.
+DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    F.conv1d: conv1d,
+    F.conv2d: conv2d,
+    F.conv3d: conv3d,
+}

@@ -1,0 +1,202 @@
+"""Pipeline: one rank's part of a schedule, run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...boxing import box
+from ...distributed.world import world
+from ...errors import ScheduleError, WorldError
+from ...placement import Placement
+from ...reducer import no_sync
+from .schedule import Action, Schedule, Span
+from .stage import Stage
+from .transfer import Edge, Route, Transfer, lane_of
+
+__all__ = ["Pipeline"]
+
+Inputs = Mapping[int, Sequence[Mapping[int, Tensor]]]
+
+
+class Pipeline:
+    """The stages of this rank, driven by a schedule. Every rank makes the same one, save for ``stages``: those it holds, by number.
+
+    ``placements``: where each stage lies; ranks may hold several stages, all on one lane. ``edges``: what crosses from stage to stage; each input of a stage
+    has one. ``outputs``: which outputs of a stage a run returns, by stage; by default its loss and those that no edge takes. ``credits``: how many receives
+    of an edge are posted ahead. ``trace``: `spans` says when this rank did what, in seconds since 1970.
+
+    The schedule is taken as it is (`check` says whether it can run). Raises ScheduleError where stages, edges and schedule do not fit together.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        placements: Sequence[Placement],
+        edges: Sequence[Edge],
+        schedule: Schedule,
+        *,
+        outputs: Mapping[int, Iterable[int]] | None = None,
+        credits: int = 2,
+        trace: bool = False,
+    ) -> None:
+        here = world()
+        _check(stages, placements, edges, schedule, credits, here.rank)
+        self.stages, self.schedule, self.trace = dict(stages), schedule, trace
+        self.spans: list[Span] = []
+        self._here = here
+        lanes = lane_of([p.flat for p in placements], schedule)
+        self._lane = lanes.get(here.rank, -1)
+        self._row = [action for action in schedule.rows[self._lane] if action.stage in self.stages] if self.stages else []
+        self._split = {action.stage for action in self._row if action.kind == "I"}
+        self._transfer = Transfer(here, edges, schedule, lanes, credits)
+        values = {r.number: r for r in self._transfer.routes if not r.back}
+        #: What brings each input of a stage; None: the call.
+        self._into = {k: [values.get(n) for n, e in sorted(enumerate(edges), key=lambda ne: ne[1].input) if e.target == k] for k in self.stages}
+        self._back = {k: [r for r in self._transfer.routes if r.back and r.stages[1] == k] for k in self.stages}
+        self._wanted = {k: None if outputs is None else frozenset(outputs.get(k, ())) for k in self.stages}
+        self._taken = {k: frozenset(e.output for e in edges if e.source == k) for k in self.stages}
+        self._devices = {placements[k].type for k in self.stages} - {"cpu", "meta"}
+        self._failed = ""
+
+    def run(self, inputs: Inputs | None = None, loss_scale: float = 1.0) -> dict[int, list[tuple[Tensor | None, ...]]]:
+        """Run all micro-batches once -> by stage of this rank and micro-batch, its outputs (detached; None for those not asked for).
+
+        ``inputs``: by stage and micro-batch, the local inputs that come from the call, by number. ``loss_scale``: what every loss is multiplied by where
+        backward starts; 1 / micro-batches for their mean. Gradients of weights are added to their ``.grad`` and stay unsummed over the ranks. All ranks of
+        the placements must call it; others may. Raises WorldError where a rank does not answer in time: the pipeline cannot run again then.
+        """
+        if not self._row:
+            return {}
+        if self._failed:
+            raise WorldError(f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of that run may be on their way: make another world")
+        _check_inputs(inputs or {}, self._into, self.schedule.micros)
+        found: dict[int, list[tuple[Tensor | None, ...]]] = {k: [()] * self.schedule.micros for k in self.stages}
+        self.spans = []
+        try:
+            with no_sync() if self.schedule.trains else contextlib.nullcontext():
+                self._transfer.begin()
+                for action in self._row:
+                    if action.kind == "F":
+                        found[action.stage][action.micro] = self._forward(action, inputs or {})
+                    else:
+                        self._backward(action, loss_scale)
+                self._transfer.finish()
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            self._transfer.forget()
+            for stage in self.stages.values():
+                stage.forget()
+            raise
+        return found
+
+    def _forward(self, action: Action, inputs: Inputs) -> tuple[Tensor | None, ...]:
+        _, stage, micro = action
+        routes = self._into[stage]
+        given = [inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro) for i, route in enumerate(routes)]
+        start = self._now()
+        outputs = self.stages[stage].forward(micro, given, self.schedule.trains, stage in self._split)
+        del given
+        self._done(action, start)
+        for route in self._transfer.leaving("F", stage):
+            self._transfer.send(route, micro, outputs[route.edge.output])
+        return tuple(t if self._keeps(stage, i) else None for i, t in enumerate(outputs))
+
+    def _keeps(self, stage: int, output: int) -> bool:
+        wanted, loss = self._wanted[stage], self.stages[stage].loss
+        if wanted is not None:
+            return output in wanted
+        return output not in self._taken[stage] or (loss is not None and loss[0] == output)
+
+    def _backward(self, action: Action, loss_scale: float) -> None:
+        kind, number, micro = action
+        stage = self.stages[number]
+        if kind == "W":
+            start = self._now()
+            stage.backward_weight(micro)
+            self._done(action, start)
+            return
+        grads: dict[int, Tensor] = {}
+        for route in self._back[number]:
+            grad = self._transfer.receive(route, micro)
+            output = route.edge.output
+            grads[output] = grads[output].add_(grad) if output in grads else grad
+        start = self._now()
+        found = (stage.backward if kind == "B" else stage.backward_input)(micro, grads, loss_scale)
+        grads.clear()
+        leaving = self._transfer.leaving(kind, number)
+        # The duals of broadcast inputs are summed within the stage, by all its ranks in the same order.
+        settled = [self._settled(route, found.pop(route.edge.input)) for route in leaving]
+        self._done(action, start)
+        for route in leaving:
+            self._transfer.send(route, micro, settled.pop(0))
+
+    def _settled(self, route: Route, grad: Tensor) -> Tensor:
+        spec = route.edge.dst
+        return box(grad, spec.dual(), spec, why=f"gradient of input {route.edge.input} of stage {route.edge.target}")
+
+    def _now(self) -> float:
+        return self._clock() if self.trace else 0.0
+
+    def _clock(self) -> float:
+        # What is queued on a device has no time of its own: a trace waits for it.
+        for kind in self._devices:
+            torch.accelerator.synchronize(self._here.device(kind))
+        return time.time()
+
+    def _done(self, action: Action, start: float) -> None:
+        if self.trace:
+            self.spans.append(Span(self._lane, action, start, self._clock()))
+
+
+def _check(stages: Mapping[int, Stage], placements: Sequence[Placement], edges: Sequence[Edge], schedule: Schedule, credits: int, rank: int) -> None:
+    if len(placements) != schedule.stages:
+        raise ScheduleError(f"the schedule {schedule.name} is for {schedule.stages} stages, but there are {len(placements)} placements")
+    mine = [k for k, p in enumerate(placements) if p.coordinate(rank) is not None]
+    if sorted(stages) != mine:
+        raise ScheduleError(f"rank {rank} stands in the placements of stages {mine}, but was given stages {sorted(stages)}")
+    if credits < 1:
+        raise ScheduleError(f"credits must be at least 1, not {credits}")
+    lies: dict[tuple[int, int], Edge] = {}
+    for edge in edges:
+        _check_edge(edge, placements)
+        other = lies.setdefault((edge.source, edge.output), edge)
+        if edge.source >= 0 and other.src is not edge.src:
+            raise ScheduleError(f"output {edge.output} of stage {edge.source} lies as {other.src} for one edge and as {edge.src} for another")
+    for k in range(schedule.stages):
+        into = sorted(e.input for e in edges if e.target == k)
+        if into != list(range(len(into))):
+            raise ScheduleError(f"stage {k} gets inputs {into}: each input, counted from 0, needs one edge")
+    for k, stage in stages.items():
+        wanted = {e.input for e in edges if e.target == k and e.differentiable}
+        if not wanted <= stage.differentiable:
+            raise ScheduleError(f"edges into stage {k} want gradients of its inputs {sorted(wanted)}; it gives those of {sorted(stage.differentiable)}")
+
+
+def _check_edge(edge: Edge, placements: Sequence[Placement]) -> None:
+    name = f"the edge from output {edge.output} of stage {edge.source} to input {edge.input} of stage {edge.target}"
+    if not -1 <= edge.source < edge.target < len(placements):
+        raise ScheduleError(f"{name} does not lead on: its source must come before its target, which is one of {len(placements)} stages")
+    if edge.dst.placement is not placements[edge.target] or (edge.source >= 0 and edge.src.placement is not placements[edge.source]):
+        raise ScheduleError(f"{name} goes from {edge.src.placement} to {edge.dst.placement}, which are not the placements of its stages")
+    if edge.source < 0:
+        if edge.differentiable:
+            raise ScheduleError(f"{name} comes from the call, which takes no gradient: it must not be differentiable")
+        return
+    if edge.src.shape != edge.dst.shape or edge.src.dtype is not edge.dst.dtype:
+        raise ScheduleError(f"{name} changes what it carries: {edge.src} to {edge.dst}")
+    if any(e.is_partial for e in (*edge.src.layout, *edge.dst.layout)):
+        raise ScheduleError(f"{name} is partial ({edge.src} to {edge.dst}): values cross whole or split")
+
+
+def _check_inputs(inputs: Inputs, into: Mapping[int, Sequence[Route | None]], micros: int) -> None:
+    for stage, routes in into.items():
+        wanted = {i for i, route in enumerate(routes) if route is None}
+        rows = inputs.get(stage, ())
+        if wanted and (len(rows) != micros or any(not wanted <= set(row) for row in rows)):
+            given = [sorted(row) for row in rows]
+            raise ScheduleError(f"stage {stage} needs its inputs {sorted(wanted)} from the call for each of {micros} micro-batches; it gives {given}")
