@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from globaltensor.errors import ScheduleError
-from globaltensor.graph.pipeline import best, check, in_flight, promise, save_trace, schedule, simulate, timeline, trace
+from globaltensor.graph.pipeline import best, check, fitted, in_flight, known, promise, save_trace, schedule, simulate, timeline, trace
 from globaltensor.graph.pipeline.check import stages_in_flight
 from globaltensor.graph.pipeline.schedule import FAMILIES, Action, Schedule, Span
 
@@ -251,6 +251,20 @@ def test_the_error_lists_every_family() -> None:
     with pytest.raises(ScheduleError) as caught:
         schedule("round", (0, 1), 2)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == list(FAMILIES)
+
+
+def test_what_a_user_may_give(tmp_path: Path) -> None:
+    s = schedule("gpipe", (0, 1), 3)
+    s.save(tmp_path / "mine.json")
+    assert [known(wanted) for wanted in ("OneFOneB", None, s, tmp_path / "mine.json", str(tmp_path / "mine.json"))] == ["1f1b", None, s, s, s]
+    for wanted, message in (("1f1c", "did you mean 1f1b"), (3, "not 3"), (tmp_path / "none.json", "No such file"), ("none.json", "no schedule in none.json")):
+        with pytest.raises(ScheduleError, match=message):
+            known(wanted)  # type: ignore[arg-type]
+    assert [fitted(wanted, (0, 1), 3).name for wanted in (None, "zb-h1", s)] == ["1f1b", "zb-h1", "gpipe"]
+    with pytest.raises(ScheduleError, match=r"gpipe is for stages on lanes \[0, 1\] and 3 micro-batches; here stages are on lanes \[0, 1\], and there are 4"):
+        fitted(s, (0, 1), 4)
+    with pytest.raises(ScheduleError, match="would not end"):
+        fitted(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), (0, 1), 2)
 
 
 # The checker.

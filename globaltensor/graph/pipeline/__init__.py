@@ -3,8 +3,8 @@
 # The families register themselves when imported.
 from . import flushing as _flushing
 from . import zero_bubble as _zero_bubble
-from .check import check, in_flight, promise
-from .schedule import Action, Schedule, Span, best, schedule
+from .check import check, fitted, in_flight, promise
+from .schedule import Action, Schedule, Span, best, known, schedule
 from .simulate import Simulation, simulate
 from .timeline import Timeline, save_trace, timeline, trace
 
@@ -16,7 +16,9 @@ __all__ = [
     "Timeline",
     "best",
     "check",
+    "fitted",
     "in_flight",
+    "known",
     "promise",
     "save_trace",
     "schedule",

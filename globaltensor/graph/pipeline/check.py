@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ...errors import ScheduleError
-from .schedule import KINDS, Action, Schedule, find
+from .schedule import KINDS, Action, Schedule, best, find, schedule
 
-__all__ = ["Flow", "check", "in_flight", "promise", "running_order", "stages_in_flight"]
+__all__ = ["Flow", "check", "fitted", "in_flight", "promise", "running_order", "stages_in_flight"]
 
 _SHOWN = 8  # of the errors of one schedule
 
@@ -143,6 +143,25 @@ def _peaks(row: Sequence[Action]) -> tuple[int, Counter[int]]:
         total += change
         peaks[stage], peak = max(peaks[stage], now[stage]), max(peak, total)
     return peak, peaks
+
+
+def fitted(
+    wanted: str | Schedule | None, lanes: Sequence[int], micros: int, edges: Collection[tuple[int, int]] | None = None
+) -> Schedule:
+    """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or the given one, checked. Raises ScheduleError where it
+    does not exist for these lanes, was written for others or another number of micro-batches, or cannot run.
+
+    >>> fitted(None, (0, 1, 0, 1), 4).name
+    'interleaved'
+    """
+    made = wanted if isinstance(wanted, Schedule) else schedule(best(lanes) if wanted is None else wanted, lanes, micros)
+    if (made.lanes, made.micros) != (tuple(lanes), micros):
+        raise ScheduleError(
+            f"schedule {made.name} is for stages on lanes {list(made.lanes)} and {made.micros} micro-batches; "
+            f"here stages are on lanes {list(lanes)}, and there are {micros} micro-batches"
+        )
+    check(made, edges)
+    return made
 
 
 def promise(name: str, lanes: Sequence[int], micros: int, **options: Any) -> tuple[int, ...]:

@@ -102,6 +102,8 @@ def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> lis
             if micro + warm < micros:
                 order.append(("F", micro + warm))
         orders.append(order)
+    if len(found) == max(lanes) + 1:
+        return [list(expand(run, order)) for _, run, order in sorted(zip((run.lane for run in found), found, orders, strict=True))]
     return _merge(found, orders)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...errors import ScheduleError
 
-__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "schedule"]
+__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "known", "schedule"]
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -179,6 +179,25 @@ def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Sc
     return Schedule(found.name, len(where), count, tuple(tuple(row) for row in found.rows(where, count, **options)), where)
 
 
+def known(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | None:
+    """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text that ends in ".json", as the schedule in that file; a Schedule
+    and None as they are. Raises ScheduleError for a name or a file that is none.
+
+    >>> known("ZB_H1")
+    'zb-h1'
+    """
+    if wanted is None or isinstance(wanted, Schedule):
+        return wanted
+    if not isinstance(wanted, (str, os.PathLike)):
+        raise ScheduleError(f"a schedule is a name, a Schedule or the path of a file with one, not {wanted!r}")
+    if isinstance(wanted, str) and not wanted.endswith(".json"):
+        return _named(wanted).name
+    try:
+        return Schedule.load(wanted)
+    except OSError as error:
+        raise ScheduleError(f"no schedule in {os.fspath(wanted)}: {error.strerror}") from error
+
+
 def best(lanes: Sequence[int]) -> str:
     """The name of the schedule to take where the user names none: interleaved where lanes take stages in turn more than once, else 1f1b.
 
@@ -197,13 +216,7 @@ def in_turn(lanes: tuple[int, ...]) -> bool:
 
 def find(name: str, lanes: Sequence[int], micros: int, options: Collection[str] = ()) -> tuple[Family, tuple[int, ...], int]:
     """The family of this name, with lanes and micros as it wants them. Raises ScheduleError where `schedule` does."""
-    plain, where, count = _plain(name), _lanes(lanes), _micros(micros)
-    if plain not in _SPELLINGS:
-        near = difflib.get_close_matches(plain, _SPELLINGS, 1)
-        hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
-        names = "".join(f"\n  {f.name}: {f.layout}" for f in FAMILIES.values())
-        raise ScheduleError(f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}")
-    found = FAMILIES[_SPELLINGS[plain]]
+    found, where, count = _named(name), _lanes(lanes), _micros(micros)
     if not found.fits(where):
         able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
         raise ScheduleError(f"{found.name} needs {found.layout}; the stages are on lanes {list(where)}. For these there are: {able}")
@@ -211,6 +224,16 @@ def find(name: str, lanes: Sequence[int], micros: int, options: Collection[str] 
     if unknown:
         raise ScheduleError(f"{found.name} has no option {', '.join(unknown)}: it has {', '.join(sorted(found.options)) or 'none'}")
     return found, where, count
+
+
+def _named(name: str) -> Family:
+    plain = _plain(name)
+    if plain not in _SPELLINGS:
+        near = difflib.get_close_matches(plain, _SPELLINGS, 1)
+        hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
+        names = "".join(f"\n  {f.name}: {f.layout}" for f in FAMILIES.values())
+        raise ScheduleError(f"there is no schedule {name!r}{hint}. There are, for these lanes:{names}")
+    return FAMILIES[_SPELLINGS[plain]]
 
 
 def _plain(name: str) -> str:
