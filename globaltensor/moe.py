@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import types
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,11 +51,23 @@ def expert_parameters(module: nn.Module) -> list[str]:
 
 def dispatch_tokens(module: nn.Module) -> None:
     """Let a module of experts send its tokens to the ranks of their experts, once its parameters are global. Its results must be linear in the weights."""
-    module.forward = types.MethodType(_dispatched, module)  # type: ignore[method-assign]
+    module.forward = _Dispatch(module)  # type: ignore[method-assign]
 
 
-def _dispatched(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """``forward`` of a module of experts: tokens [..., hidden], index and weights [tokens, k]."""
+class _Dispatch:
+    """``forward`` of a module of experts. An object, which is copied and pickled together with its module, as a function or a method of others is not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # by the names that this module has for them
+            args = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
+        return _forward(self.module, *args)
+
+
+def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """Tokens [..., hidden], index and weights [..., k]."""
     parameters = dict(module.named_parameters())
     if not any(isinstance(p, GlobalTensor) for p in parameters.values()):
         return type(module).forward(module, hidden, index, weights)
