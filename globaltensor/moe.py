@@ -51,7 +51,7 @@ def expert_parameters(module: nn.Module) -> list[str]:
 
 def dispatch_tokens(module: nn.Module) -> None:
     """Let a module of experts send its tokens to the ranks of their experts, once its parameters are global. Its results must be linear in the weights."""
-    module.forward = _Dispatch(module)  # type: ignore[method-assign]
+    module.forward = _Dispatch(module)
 
 
 class _Dispatch:
