@@ -2,21 +2,24 @@
 
 `linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to
 its `Later`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
-weights that are no leaves (gathered or tied ones) get, is computed with the gradients of inputs.
+weights get that are no leaves (gathered ones) or have a hook on their gradient, is computed with the gradients of inputs. Torch calls a hook that runs
+after accumulation (`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been added yet, and again when it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DEFERRED", "Later", "conv1d", "conv2d", "conv3d", "linear", "matmul"]
+__all__ = ["DEFERRED", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "linear", "matmul"]
 
 
 class Later:
@@ -27,7 +30,7 @@ class Later:
     ...     y = linear(x, w).sum()
     >>> with later.holding():
     ...     y.backward()
-    >>> w.grad is None, len(later)
+    >>> w.grad is None, later.waiting
     (True, 1)
     >>> later.run()
     >>> w.grad
@@ -38,17 +41,14 @@ class Later:
         self.held = False
         self._work: list[Callable[[], None]] = []
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
+        """How many ops' weights wait."""
         return len(self._work)
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """The forward pass: what runs here can be put off. So must a checkpoint's second one run (``context_fn``)."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+    def recording(self) -> AbstractContextManager[None]:
+        """The forward pass: what runs here can be put off. Can be entered again."""
+        return _Recording(self)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -74,6 +74,26 @@ class Later:
 _current: ContextVar[Later | None] = ContextVar("globaltensor_deferred_weights", default=None)
 
 
+class _Recording:
+    def __init__(self, later: Later) -> None:
+        self._later, self._tokens = later, list[Token[Later | None]]()
+
+    def __enter__(self) -> None:
+        self._tokens.append(_current.set(self._later))
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._tokens.pop())
+
+
+def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For ``torch.utils.checkpoint(..., context_fn=checkpointing)``: its second forward pass does as the first did, in whichever thread it runs.
+
+    Without it that holds on the cpu only: elsewhere autograd's own threads run it, and torch finds that the two differ.
+    """
+    later = _current.get()
+    return contextlib.nullcontext(), contextlib.nullcontext() if later is None else later.recording()
+
+
 def _deferring(*leaves: Tensor | None) -> Later | None:
     """Who takes the gradient of a weight now being used; None where it is not one to put off."""
     later = _current.get()
@@ -83,7 +103,13 @@ def _deferring(*leaves: Tensor | None) -> Later | None:
 
 
 def _waits(leaf: Tensor | None) -> bool:
-    return leaf is not None and leaf.is_leaf and leaf.requires_grad
+    # Autograd would call a hook on the gradient of a weight that waits, and with None.
+    return leaf is not None and leaf.is_leaf and leaf.requires_grad and not leaf._backward_hooks
+
+
+def _held(ctx: Any) -> bool:
+    """Whether weights are to be put off. Not those of a forward pass that is itself part of a backward pass, which knows what it wants of it."""
+    return ctx.first and ctx.later.held and not torch.is_grad_enabled()
 
 
 def _arrive(leaf: Tensor, grad: Tensor) -> None:
@@ -134,6 +160,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.across, ctx.later, ctx.weight, ctx.bias = across, later, weight, bias
+        ctx.first = not later.held
         with torch.autocast(x.device.type, enabled=False):
             there = weight.to(x.dtype)
             return F.linear(x, there.t() if across else there, _same(bias, x))
@@ -147,7 +174,7 @@ class _Product(torch.autograd.Function):
             there = weight.to(grad.dtype)
             of_x = grad @ (there.t() if across else there)
         if wants_weight or wants_bias:
-            held = later.held and not torch.is_grad_enabled()
+            held = _held(ctx)
             put_off = [leaf if held and wanted and _waits(leaf) else None for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))]
             if any(leaf is not None for leaf in put_off):
                 later.put(_product_later(x, grad, across, *put_off))
@@ -201,6 +228,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
+        ctx.first = not later.held
         with torch.autocast(x.device.type, enabled=False):
             return torch.convolution(x, weight.to(x.dtype), _same(bias, x), *how)
 
@@ -208,7 +236,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, weight), later, bias = grads, ctx.saved_tensors, ctx.later, ctx.bias
         wanted = list(ctx.needs_input_grad[:3])
-        held = later.held and not torch.is_grad_enabled()
+        held = _held(ctx)
         put_off = [held and wants and _waits(leaf) for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)]
         if any(put_off):
             later.put(_convolution_later(x, grad, ctx.how, ctx.weight if put_off[0] else None, bias if put_off[1] else None, weight.shape))
@@ -246,6 +274,8 @@ DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: linear,
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    operator.matmul: matmul,
     F.conv1d: conv1d,
     F.conv2d: conv2d,
     F.conv3d: conv3d,

@@ -95,7 +95,9 @@ class Stage:
         kept.roots = []
         if start:
             try:
-                torch.autograd.backward([root for root, _ in start], [grad for _, grad in start])
+                # A checkpoint's second forward pass must be like its first.
+                with kept.later.recording() if kept.later is not None else contextlib.nullcontext():
+                    torch.autograd.backward([root for root, _ in start], [grad for _, grad in start])
             except BaseException:
                 reducer().abort()
                 sharded.abort()

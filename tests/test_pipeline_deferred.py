@@ -1,0 +1,270 @@
+"""Gradients of weights that wait: the numbers, when they come, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bodies import values
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from globaltensor._torch import memory_is_shared
+from globaltensor.graph.pipeline import deferred
+from globaltensor.graph.pipeline.deferred import Later
+from globaltensor.graph.pipeline.stage import Stage
+
+Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], dict[str, Any]]
+
+CASES: dict[str, Case] = {
+    "linear": (F.linear, deferred.linear, [(5, 3), (4, 3), (4,)], {}),
+    "linear without bias": (F.linear, deferred.linear, [(2, 5, 3), (4, 3)], {}),
+    "linear of a vector": (F.linear, deferred.linear, [(3,), (4, 3), (4,)], {}),
+    "linear of nothing": (F.linear, deferred.linear, [(0, 3), (4, 3), (4,)], {}),
+    "matmul": (torch.matmul, deferred.matmul, [(2, 3, 5), (5, 4)], {}),
+    "matmul of a vector": (torch.matmul, deferred.matmul, [(5,), (5, 4)], {}),
+    "conv1d": (F.conv1d, deferred.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),
+    "conv2d": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 2), (5,)], {"stride": (2, 1), "dilation": 2, "padding": (1, 0)}),
+    "conv2d without bias": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 3)], {}),
+    "conv3d": (F.conv3d, deferred.conv3d, [(1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)], {}),
+}
+
+
+def operands(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [values(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def whole(plain: Callable[..., Tensor], shapes: list[tuple[int, ...]], more: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    given = operands(shapes)
+    out = plain(*given, **more)
+    out.backward(values(*out.shape, seed=9))
+    return out.detach(), [t.grad for t in given]  # type: ignore[misc]
+
+
+def same(got: list[Any], want: list[Any]) -> None:
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_wait(name: str) -> None:
+    plain, ours, shapes, more = CASES[name]
+    want, grads = whole(plain, shapes, more)
+    given, later = operands(shapes), Later()
+    with later.recording():
+        out = ours(*given, **more)
+    with later.holding():
+        out.backward(values(*out.shape, seed=9))
+    same([out.detach(), given[0].grad], [want, grads[0]])
+    assert all(t.grad is None for t in given[1:])
+    assert later.waiting == 1
+    later.run()
+    same([t.grad for t in given], grads)
+    assert later.waiting == 0
+    later.run()  # nothing is left to add
+    same([t.grad for t in given], grads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_holding_all_comes_at_once(name: str) -> None:
+    plain, ours, shapes, more = CASES[name]
+    _, grads = whole(plain, shapes, more)
+    given, later = operands(shapes), Later()
+    with later.recording():
+        out = ours(*given, **more)
+    out.backward(values(*out.shape, seed=9))
+    assert later.waiting == 0
+    same([t.grad for t in given], grads)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "nothing" not in name and "conv3d" not in name])
+def test_second_derivatives(name: str) -> None:
+    _, ours, shapes, more = CASES[name]
+
+    def run(*given: Tensor) -> Tensor:
+        with Later().recording():
+            return ours(*given, **more)
+
+    # Copies of leaves are none: those of this test are leaves, as weights are.
+    assert torch.autograd.gradgradcheck(run, operands(shapes))
+
+
+def test_outside_a_stage_they_are_torchs_own() -> None:
+    for plain, ours, shapes, more in CASES.values():
+        given = operands(shapes)
+        assert type(ours(*given, **more).grad_fn) is type(plain(*given, **more).grad_fn)
+
+
+def test_what_cannot_wait_comes_at_once() -> None:
+    """Weights that are no leaves, and operands in the place of weights that want no gradient."""
+    x, w, b = operands([(5, 3), (4, 3), (4,)])
+    later = Later()
+    with later.recording():
+        out = deferred.linear(x, w * 2, b) + deferred.linear(x, w.detach(), b * 3)
+    with later.holding():
+        out.sum().backward()
+    assert later.waiting == 0
+    same([w.grad, b.grad], [2 * x.detach().sum(0).expand(4, 3), torch.full((4,), 20.0, dtype=torch.float64)])
+    x, w, b = operands([(5, 3), (4, 3), (4,)])
+    with later.recording():
+        out = deferred.linear(x, w, b * 3)  # a weight that can wait, a bias that cannot
+    with later.holding():
+        out.sum().backward()
+    same([b.grad], [torch.full((4,), 15.0, dtype=torch.float64)])
+    assert w.grad is None
+    later.run()
+    same([w.grad, b.grad], [x.detach().sum(0).expand(4, 3), torch.full((4,), 15.0, dtype=torch.float64)])
+
+
+def test_frozen_weights() -> None:
+    x, w, b = operands([(5, 3), (4, 3), (4,)])
+    later = Later()
+    with later.recording():
+        out = deferred.linear(x, w.requires_grad_(False), b)
+        half = deferred.linear(x, w.clone().requires_grad_(), b.detach())
+    with later.holding():
+        out.sum().backward()
+        assert later.waiting == 0
+        half.sum().backward()
+    assert later.waiting == 1
+    later.run()
+    same([b.grad], [torch.full((4,), 5.0, dtype=torch.float64)])
+
+
+class Within(torch.autograd.Function):
+    """A function that computes its result again in backward, and asks for the gradients itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return deferred.linear(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            return torch.autograd.grad(deferred.linear(x, w), [x, w], grads)
+
+
+def test_a_backward_within_a_backward_gets_what_it_asks_for() -> None:
+    x, w = operands([(5, 3), (4, 3)])
+    stage = Stage(lambda x: (Within.apply(x, w),), [0])
+    stage.forward(0, [x], split=True)
+    (of_x,) = stage.backward_input(0, {0: torch.ones(5, 4, dtype=torch.float64)}).values()
+    same([of_x, w.grad], [w.detach().sum(0).expand(5, 3), x.detach().sum(0).expand(4, 3)])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
+    w, steps = values(4, 3, seed=1).requires_grad_(), []
+
+    def hook(grad: Tensor) -> Tensor:
+        steps.append("hook")
+        return grad * 10
+
+    if hooked:
+        w.register_hook(hook)
+    w.register_post_accumulate_grad_hook(lambda t: steps.append("added") if t.grad is not None else None)
+    laters, want = [Later(), Later()], torch.zeros(4, 3, dtype=torch.float64)
+    for i, later in enumerate(laters):
+        x = values(5, 3, seed=2 + i)
+        want += (10 if hooked else 1) * x.sum(0)
+        with later.recording():
+            out = deferred.linear(x, w).sum()
+        with later.holding():
+            out.backward()
+    assert steps == ["hook", "added"] * (2 if hooked else 0), "a gradient that somebody watches does not wait"
+    for later in laters:
+        later.run()
+    assert steps == (["hook", "added"] if hooked else ["added"]) * 2
+    same([w.grad], [want])
+
+
+def test_autocast() -> None:
+    def run(linear: Callable[..., Tensor], later: Later | None) -> list[Any]:
+        x, w, b = (t.detach().float().requires_grad_() for t in operands([(5, 3), (4, 3), (4,)]))
+        with torch.autocast("cpu", torch.bfloat16), (later or Later()).recording():
+            out = linear(x, w, b)
+        if later is None:
+            out.sum().backward()
+        else:
+            with later.holding():
+                out.sum().backward()
+            assert later.waiting == 1
+            later.run()
+        return [out.detach(), x.grad, w.grad, b.grad]
+
+    want = run(F.linear, None)
+    assert want[0].dtype is torch.bfloat16
+    for got, w in zip(run(deferred.linear, Later()), want, strict=True):
+        torch.testing.assert_close(got, w, rtol=2e-2, atol=2e-2)
+        assert got.dtype is w.dtype
+
+
+class Box:
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+
+def test_between_i_and_w_only_inputs_and_gradients_of_results_are_kept() -> None:
+    w, v = values(4, 6, seed=1).requires_grad_(), values(6, 2, seed=2).requires_grad_()
+    boxes: list[weakref.ref[Box]] = []
+
+    def pack(t: Tensor) -> Box:
+        box = Box(t)
+        boxes.append(weakref.ref(box))
+        return box
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.t):
+            h = deferred.matmul(x, w)
+            return (deferred.matmul(h.sin().exp(), v),)  # the sine and what it is of are saved by autograd alone
+
+    stage = Stage(function, [0])
+    stage.forward(0, [values(3, 4)], split=True)
+    assert sum(ref() is not None for ref in boxes) == len(boxes) > 4
+    stage.backward_input(0, {0: values(3, 2, seed=5)})
+    assert [ref() for ref in boxes if ref() is not None] == []
+    kept = [cell.cell_contents for work in stage._later[0]._work for cell in work.__closure__ or ()]  # type: ignore[attr-defined]
+    shapes = sorted(tuple(t.shape) for t in kept if isinstance(t, Tensor) and t is not w and t is not v)
+    assert shapes == [(3, 2), (3, 4), (3, 6), (3, 6)]
+    stage.backward_weight(0)
+    assert stage.micros == ()
+
+
+def test_outputs_are_not_kept() -> None:
+    w = values(4, seed=1).requires_grad_()
+    stage = Stage(lambda x: (x * w + 1,))
+    (out,) = stage.forward(0, [values(3, 4)])
+    assert not memory_is_shared(out), "the stage holds an output that its backward does not need"
+    stage.backward(0, {0: torch.ones_like(out)})
+    same([w.grad], [values(3, 4).sum(0)])
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": deferred.checkpointing}], ids=["plain", "context_fn"])
+def test_checkpoints(context: dict[str, Any]) -> None:
+    w = values(4, 4, seed=1).requires_grad_()
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (checkpoint(lambda x: deferred.linear(deferred.linear(x, w).tanh(), w), x, use_reentrant=False, **context),)
+
+    x = values(3, 4).requires_grad_()
+    (F.linear(F.linear(x, w).tanh(), w)).sum().backward()
+    want, w.grad = w.grad, None
+    stage = Stage(function, [0])
+    stage.forward(0, [x], split=True)
+    grads = stage.backward_input(0, {0: torch.ones(3, 4, dtype=torch.float64)})
+    assert w.grad is None
+    stage.backward_weight(0)
+    same([grads[0], w.grad], [x.grad, want])
+
+
+def test_the_table_of_replacements() -> None:
+    a, b = values(2, 3), values(3, 4, seed=1)
+    for plain, ours in deferred.DEFERRED.items():
+        if ours is deferred.matmul:
+            same([ours(a, b)], [plain(a, b)])
