@@ -1,4 +1,4 @@
-"""A training step of unmodified Hugging Face models: data parallel beside torch DDP, tensor parallel beside DTensor's `parallelize_module`.
+"""A training step of unmodified Hugging Face models: data and expert parallel beside torch DDP, tensor parallel beside DTensor's `parallelize_module`.
 
 Random weights, small sizes, dropout off. DTensor splits the same pairs of projections as ours by columns and rows, on plain tensors between them, and the
 vocabulary where the embedding is not tied to the head (it breaks ties).
@@ -30,8 +30,12 @@ Batch = dict[str, Tensor]
 class Family:
     """A model of transformers, and which of its layers are split by columns and by rows."""
 
-    def __init__(self, model: str, config: str, settings: dict[str, Any], columns: tuple[str, ...], rows: tuple[str, ...], tied: bool = False) -> None:
+    def __init__(
+        self, model: str, config: str, settings: dict[str, Any], columns: tuple[str, ...], rows: tuple[str, ...], tied: bool = False,
+        modes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.model, self.config, self.settings, self.columns, self.rows, self.tied = model, config, settings, columns, rows, tied
+        self.modes = modes or (("data", "tensor") if columns else ("data",))
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -75,6 +79,8 @@ def families(hidden: int, layers: int) -> dict[str, Family]:
                        {"n_embd": hidden, "n_layer": layers, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, (), ()),
         "bert": Family("BertForMaskedLM", "BertConfig", {**wide, **STILL, **WORDS},
                        ("query", "key", "value", "intermediate.dense"), ("attention.output.dense", "output.dense"), tied=True),
+        "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8, "num_key_value_heads": 2, **wide, **WORDS}, (), (),
+                          modes=("data", "expert")),
         "vit": Family("ViTForImageClassification", "ViTConfig", {"image_size": 32, "patch_size": 4, "num_labels": 10, **wide, **STILL}, (), ()),
     }  # fmt: skip
 
@@ -105,7 +111,7 @@ def compare(name: str, family: Family, mode: str, batch: Batch, rounds: int) -> 
     everyone, size = flow.placement.all("cpu"), dist.get_world_size()
     ours = flow.parallelize(family.build(), everyone, mode)
     shared = {key: value.to_global(everyone, flow.sbp.broadcast) for key, value in batch.items()}  # type: ignore[attr-defined]
-    if mode == "data":
+    if mode in ("data", "expert"):
         shared = {key: value.to_global(sbp=flow.sbp.split(0)) for key, value in shared.items()}
         mine = {key: value.tensor_split(size)[dist.get_rank()] for key, value in batch.items()}
         steps = {"ddp": step_of(DistributedDataParallel(family.build()), mine), "ours": step_of(ours, shared)}
@@ -125,7 +131,7 @@ def main() -> None:
     rows = []
     for name, family in families(*((32, 1) if chosen.quick else (128, 4))).items():
         batch = family.batch(4, 16) if chosen.quick else family.batch(8, 64)
-        for mode in ("data", "tensor") if family.columns else ("data",):
+        for mode in family.modes:
             if chosen.only in f"{name} {mode}":
                 rows.append(compare(name, family, mode, batch, chosen.steps))
     if dist.get_rank() == 0:
