@@ -78,7 +78,6 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     return out
 
 
-@visible
 def global_to_global(
     self: GlobalTensor, placement: Placement | None = None, sbp: Any = None, *, grad_sbp: Any = None, check_meta: bool = False, copy: bool = False
 ) -> GlobalTensor:
@@ -139,7 +138,6 @@ class _ToLocal(torch.autograd.Function):
         return box(grads[0], ctx.grad, ctx.dual, why="gradient of to_local"), None, None
 
 
-@visible
 def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
     """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares.
 
@@ -450,6 +448,13 @@ METHODS: dict[str, Any] = {
     **{name: of_local(name) for name in ("is_set_to", "is_shared", "is_signed", "is_conj", "is_neg")},
 }  # fmt: skip
 
+#: Those that make or move tensors: a graph that is being captured sees them as it sees torch's functions.
+RECORDED = {
+    "to_global", "global_to_global", "to_local", "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte",
+    "bool", "cfloat", "cdouble", "type_as", "detach", "detach_", "clone", "contiguous", "copy_", "backward", "pin_memory", "resize_", "resize_as_",
+    *[f"{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")],
+}  # fmt: skip
+
 #: What ordinary tensors gain.
 PLAIN: dict[str, Any] = {
     "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local, "is_global": property(lambda self: False),
@@ -460,7 +465,7 @@ PLAIN: dict[str, Any] = {
 def install() -> None:
     """The one place where torch's classes are added to."""
     for name, value in METHODS.items():
-        setattr(GlobalTensor, name, value)
+        setattr(GlobalTensor, name, visible(value, name) if name in RECORDED else value)
     for name, value in PLAIN.items():
         setattr(torch.Tensor, name, value)
     hooks.install()

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from . import _torch
 
-__all__ = ["apply", "shown", "visible"]
+__all__ = ["SEEN", "apply", "shown", "visible"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,7 +20,11 @@ def shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return handle_torch_function(function, (), *args, **kwargs)
 
 
-def visible(function: Function) -> Function:
+#: Functions that `visible` has made.
+SEEN: set[Callable[..., Any]] = set()
+
+
+def visible(function: Function, name: str = "") -> Function:
     """A function that modes see as they see torch's own; its body is ``__wrapped__``."""
 
     @functools.wraps(function)
@@ -29,6 +33,9 @@ def visible(function: Function) -> Function:
             return shown(seen, *args, **kwargs)
         return function(*args, **kwargs)
 
+    if name:
+        seen.__name__ = name
+    SEEN.add(seen)
     return cast(Function, seen)
 
 

@@ -47,16 +47,16 @@ class Captured:
     scaled: bool  # whether there is a backward pass
 
 
-def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Mapping[int, str], hooks: Callable[[Logical], Any]) -> Captured:
-    """``args`` and ``kwargs``: the call's inputs, real tensors or `Shape`s. ``names``: id of parameters and buffers -> path. ``hooks(recorder)`` is a context in
+def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any]) -> Captured:
+    """``args`` and ``kwargs``: the call's inputs, real tensors or `Shape`s. ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
     which modules say when they run. Raises GraphError where the code depends on data."""
     real = world()
     fake = _torch.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
         reducer().watched = True  # means are divided at once: a program starts the count early by other means
-        local = Local(fake, dry.rank)
-        logical = Logical(fake, local, dict(names))
+        local = Local(fake, dry.rank, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
+        logical = Logical(fake, local, {id(t): path for path, t in named.items()})
         stand_ins = [_stand_in(t, fake, local) for t in tensors_in(kwargs, tensors_in(args, []))]
         these = iter(stand_ins)
         args, kwargs = replaced(args, these), replaced(kwargs, these)

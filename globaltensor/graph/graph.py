@@ -306,7 +306,7 @@ class Graph:
         passes.run(captured.program)
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
-        built = Built(captured, Program(captured.program, captured.constants, states, self.name))
+        built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name))
         if self.config.backend is not None:
             built.program.run = torch.compile(built.program.module, backend=self.config.backend)
         self._debug.log(self, captured, built.program)
@@ -314,13 +314,13 @@ class Graph:
 
     def _captured(self, args: Any, kwargs: Any) -> Captured:
         self.__dict__["_captures"] += 1
-        names = {id(t): f"{name}.{path}" for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
+        named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
         kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._owners()} or {"cpu"}
         with contextlib.ExitStack() as stack:
             if self.config.amp is not None:
                 for kind in kinds:
                     stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
-            return capture(self.build, args, kwargs, names, self._watched)
+            return capture(self.build, args, kwargs, named, self._watched)
 
     @contextlib.contextmanager
     def _watched(self, logical: Logical) -> Iterator[None]:

@@ -19,12 +19,11 @@ State = Callable[[], torch.Tensor]
 class Program:
     """Runs on the call's local inputs. ``print(program.module)`` is Python."""
 
-    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any], states: Sequence[State], name: str = "Program") -> None:
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any], states: Sequence[State], inputs: int, name: str = "Program") -> None:
         self.module = fx.GraphModule(dict(constants), graph, name)
         self.run: Callable[..., Any] = self.module
-        order = [node.name for node in graph.nodes if node.op == "placeholder"]
-        self._inputs = sum(name.startswith("input_") for name in order)
-        self._rest: list[State | None] = [None if name == "scale" else states[int(name.removeprefix("state_"))] for name in order[self._inputs :]]
+        rest = [node for node in graph.nodes if node.op == "placeholder"][inputs:]
+        self._rest: list[State | None] = [states[node.meta["state"]] if "state" in node.meta else None for node in rest]  # None: the scale
 
     def __call__(self, inputs: Sequence[torch.Tensor], scale: float = 1.0) -> tuple[Any, ...]:
         """The local results. ``scale`` multiplies all gradients."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from .. import _torch, draws, functions, gradients, sharded, tensor, visible
+from .. import _torch, draws, functions, gradients, sharded, visible
 from ..boxing import box
 from ..dispatch import call
 from ..distributed.comm import Comm
@@ -172,9 +172,10 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 class Local(Recorder):
     """Records what is done to this rank's local tensors."""
 
-    def __init__(self, fake: Any, rank: int) -> None:
+    def __init__(self, fake: Any, rank: int, names: Mapping[int, str]) -> None:
         super().__init__(fake)
         self.rank = rank
+        self.names = names  # id of a local part -> the path of the parameter or buffer
         self._fakes: dict[int, torch.Tensor] = {}  # real tensor's id -> its stand-in
         self._grad, self._cast = torch.is_grad_enabled(), _autocast()
         self._start = self._grad, self._cast
@@ -198,7 +199,7 @@ class Local(Recorder):
         special = self.special.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        if func in _OURS:
+        if func in visible.SEEN:
             with self:
                 return func.__wrapped__(*args, **kwargs)
         return self.record(func, args, kwargs)
@@ -236,7 +237,9 @@ class Local(Recorder):
         self._fakes[id(t)] = stand
         self.alive.append(t)
         self.states.append(t)
-        return self.placeholder(f"state_{len(self.states) - 1}", stand)
+        node = self.placeholder(self.names.get(id(t), "constant").replace(".", "_"), stand)
+        node.meta["state"] = len(self.states) - 1
+        return node
 
     # Calls
 
@@ -302,9 +305,10 @@ class Local(Recorder):
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
         mark, known = list(self.graph.nodes)[-1] if len(self.graph.nodes) else None, dict(self.known)
+        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)
         try:
             with self:
-                return function(*self.standing(tuple(args)), **self.standing(kwargs))
+                return function(*args, **kwargs)
         except (Untraceable, *_torch.data_dependence()):
             self._forget(mark)
             self.known = {i: node for i, node in self.known.items() if i in known or node.op == "placeholder"}
@@ -348,13 +352,10 @@ class Local(Recorder):
         self._backward(tensors, seeds, retain_graph, create_graph, inputs)
 
 
-_OURS: Final = frozenset({tensor.local_to_global, tensor.global_to_global, tensor.tensor_to_local})
-
-
 class Logical(Recorder):
     """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what becomes of it."""
 
-    def __init__(self, fake: Any, local: Local, names: dict[int, str]) -> None:
+    def __init__(self, fake: Any, local: Local, names: Mapping[int, str]) -> None:
         super().__init__(fake)
         self.local = local
         self.names = names  # id of a parameter or buffer -> its path
@@ -364,14 +365,21 @@ class Logical(Recorder):
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
         with self.local:
             out = func(*args, **kwargs)
+        if self._beneath(args) or self._beneath(kwargs):
+            return out
         name = getattr(func, "__name__", "")
         written = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("out") is not None
         if not written and not tensors_in(out, []):
             return out
-        target, args = (func.__name__, args) if func in _OURS else spelled(func, args)
+        target, args = (func.__name__, args) if func in visible.SEEN else spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
         node.meta["where"] = _line()
         return out
+
+    def _beneath(self, given: Any) -> bool:
+        """Whether a call is on local parts of global tensors: part of what some function of ours does."""
+        tensors = tensors_in(given, [])
+        return any(id(t) in self.local.known and id(t) not in self.known for t in tensors if not isinstance(t, GlobalTensor))
 
     def state(self, t: torch.Tensor) -> fx.Node:
         name = self.names.get(id(t)) or f"constant_{len(self.states)}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .. import _torch
 from ..boxing import log, plan
 from ..distributed.world import world
 from ..sbp import broadcast, partial_sum
@@ -36,6 +37,8 @@ def _settled(op: Op, x: Arg) -> None:
 def settling(x: Tensor) -> Callable[[], Tensor]:
     """``settled`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
     here = world()
+    if _torch.function_mode_on():  # a recorder is at work: a program starts what it needs later by itself
+        return lambda: settled(x)
     if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
         return lambda: settled(x)
     spec = x._spec
