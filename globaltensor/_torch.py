@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.multiprocessing import reductions
 
 #: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the function level can read wrong values from it (1 us).
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -102,6 +103,15 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
 def memory_is_shared(t: torch.Tensor) -> bool:
     """Whether another tensor lives in the memory of ``t``: torch counts them, with no public way to ask. Two always count: ``t`` and the question."""
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) > 2  # type: ignore[attr-defined]
+
+
+#: A reference to a tensor's memory that does not keep it: tells when that is gone. Among what torch shares memory between processes with.
+StorageWeakRef = reductions.StorageWeakRef
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """The same for all tensors that live in one memory; `StorageWeakRef.cdata` of it. While such a reference lives no other memory has that key."""
+    return t.untyped_storage()._cdata
 
 
 def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:

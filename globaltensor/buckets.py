@@ -7,7 +7,7 @@ of the next; a bucket goes out when all of it is there and those before it are o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
 
 __all__ = ["Buckets"]
@@ -23,6 +23,13 @@ class Buckets(Generic[T]):
         self.plan: list[dict[int, int]] = []  # of the last pass: number -> how often it arrived
         self.planned: dict[int, tuple[int, int, Hashable]] = {}  # what the plan was made from
         self.bucket: dict[int, int] = {}  # number -> index of its bucket in the plan
+        self.limits: dict[Hashable, int] = {}  # bytes of all buckets of a key that wants smaller ones
+        self.drop()
+
+    def expect(self, arrivals: Mapping[int, tuple[int, int, Hashable]], limits: Mapping[Hashable, int]) -> None:
+        """Between passes: plan the next one from what will come, number -> (arrivals, bytes, key), and not from the last. ``limits``: see there."""
+        self.limits.update(limits)
+        self._plan({**self.planned, **arrivals})
         self.drop()
 
     def drop(self) -> None:
@@ -51,10 +58,14 @@ class Buckets(Generic[T]):
         """The pass ends -> what has not gone yet, bucket by bucket. The next pass forms its buckets from this one's arrivals."""
         rest = [[self.items[n] for n in bucket] for bucket in self._buckets(sorted(self.items, reverse=True))]
         if self.seen != self.planned:
-            self.plan, self.planned = self._buckets(sorted(self.seen, reverse=True)), self.seen
-            self.bucket = {n: i for i, bucket in enumerate(self.plan) for n in bucket}
+            self._plan(self.seen)
         self.drop()
         return rest
+
+    def _plan(self, seen: dict[int, tuple[int, int, Hashable]]) -> None:
+        self.planned, self.seen = seen, seen
+        self.plan = self._buckets(sorted(seen, reverse=True))
+        self.bucket = {n: i for i, bucket in enumerate(self.plan) for n in bucket}
 
     def _buckets(self, numbers: list[int]) -> list[dict[int, int]]:
         """Last made, first served: backward meets the last layers first."""
@@ -64,8 +75,12 @@ class Buckets(Generic[T]):
         for n in numbers:
             times, nbytes, key = self.seen[n]
             bucket, size = open_.pop(key, ({}, 0))
+            most = self.limits.get(key)
+            if most is not None and bucket and size + nbytes > most:  # these never grow beyond
+                done.append(bucket)
+                bucket, size = {}, 0
             bucket[n] = times
-            if size + nbytes >= (self.limit if key in begun else self.first):
+            if size + nbytes >= (most or (self.limit if key in begun else self.first)):
                 done.append(bucket)
                 begun.add(key)
             else:

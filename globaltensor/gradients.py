@@ -28,6 +28,11 @@ __all__ = ["backward", "get_grad", "grad", "local_grad", "set_grad"]
 # ---------------------------------------------------------------------------------------------------------------- .grad
 
 
+def _kept(x: GlobalTensor) -> Spec:
+    """How the gradient of a leaf lies: as the leaf does, or in shares (ZeRO)."""
+    return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
+
+
 def get_grad(x: GlobalTensor) -> GlobalTensor | None:
     """The gradient, in the tensor's own sbp; collective where contributions are pending."""
     leaf = x._leaf
@@ -41,16 +46,16 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         dual = x._spec.dual()
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
-        wrapped = GlobalTensor.wrap(local, x._spec.replace(dtype=local.dtype))
+        wrapped = GlobalTensor.wrap(local, _kept(x).replace(dtype=local.dtype))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
 
 
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
-    """(whether a leaf's gradient lies as the leaf does, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
+    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
     if "_kept_grad" not in leaf.__dict__:
         return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
-    grad, spec = get_grad(leaf), leaf._spec
+    grad, spec = get_grad(leaf), _kept(leaf)
     if grad is None:
         return True, None
     alike = isinstance(grad, GlobalTensor) and grad._spec.layout == spec.layout and grad._spec.placement is spec.placement
@@ -68,12 +73,13 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     if value.shape != x.shape:
         raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
-    local = value._local if value._spec is x._spec else box(value._local, value._spec, x._spec.replace(dtype=value.dtype), why="assigning .grad").contiguous()
+    kept = _kept(x).replace(dtype=value.dtype)
+    local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
     else:
         x._local.grad = local
-    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, x._spec))
+    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
 
 
 # ---------------------------------------------------------------------------------------------------------------- starting a backward pass

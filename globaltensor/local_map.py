@@ -41,7 +41,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        where = placement or next((t._spec.placement for t in tensors if isinstance(t, GlobalTensor)), None)
+        where = placement or next((t.placement for t in tensors if isinstance(t, GlobalTensor)), None)
         if where is None:
             raise SbpError("local_map: no argument is global, and no placement= was given")
         wanted = _each(in_sbp, len([t for t in tensors if isinstance(t, GlobalTensor)]), where, "in_sbp")
@@ -49,7 +49,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
         for t in tensors:
             if isinstance(t, GlobalTensor):
                 layout = wanted.pop(0)
-                dst = t._spec.replace(placement=where, layout=t._spec.layout if layout is None else layout)
+                dst = t._spec.replace(placement=where, layout=t._spec.shown.layout if layout is None else layout)
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             else:
                 locals_.append(t)

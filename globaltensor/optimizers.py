@@ -3,12 +3,17 @@
 What these optimizers do to an element depends on nothing but that element's own parameter, gradient and state, so a step on each rank's part is a
 step on the whole. Others (LBFGS, Adafactor, Muon: they look at a whole tensor), subclasses, steps with a closure, and optimizers whose steps somebody
 else's hooks look at go the general way, call by call.
+
+Of a parameter with a ``_shard`` (ZeRO, graph/zero.py) a rank steps its share only: what it needs of the gradient, a state of that size. Afterwards the
+shares are gathered into the parameter, many at a time.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,15 +23,85 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import _torch
 from .distributed.world import world
 from .gradients import local_grad
+from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
-__all__ = ["install"]
+__all__ = ["ELEMENTWISE", "install", "relay"]
 
 ELEMENTWISE = frozenset({SGD, ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 FUSED = frozenset({SGD, Adagrad, Adam, AdamW})  # torch has a kernel for the whole step, on the cpu too
 _EXACT = frozenset({torch.float32, torch.float64})  # of narrower numbers the loop rounds each op's result, the kernel only the last
 
 State = dict[str, Any]
+
+BUCKET_BYTES = 16 << 20  # of parameters that are gathered together
+ALONE_BYTES = 1 << 20  # a parameter of this size, whose shares follow each other in memory, is gathered where it lies
+
+
+def stepped(p: GlobalTensor) -> Spec:
+    """How what a rank steps of a parameter, and the state of it, lie."""
+    shard = p._shard
+    return shard if shard is not None and shard.shown is p._spec else p._spec  # it may have been laid otherwise since
+
+
+class _Shares:
+    """What this rank steps of parameters that all have whole, for the length of a step, and how it comes back to them."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's share
+        self.alone: list[tuple[GlobalTensor, Stored]] = []
+        self.buckets: dict[Hashable, list[tuple[list[tuple[GlobalTensor, Stored]], list[int]]]] = {}
+        self.flats: list[tuple[list[tuple[GlobalTensor, Stored]], torch.Tensor]] = []
+
+    def add(self, p: GlobalTensor, shard: Stored) -> None:
+        """The next parameter; the same ones in the same order on every rank."""
+        local, rank = p._local, world().rank
+        if local.nbytes >= ALONE_BYTES and _in_a_row(p, shard):
+            self.alone.append((p, shard))
+            self.parts[id(p)] = local.detach()[shard.share(rank, rank)]
+            return
+        of_way = self.buckets.setdefault((shard.placement, shard.axes, local.dtype, local.device), [])
+        if not of_way or of_way[-1][1][0] + local.nbytes > BUCKET_BYTES:
+            of_way.append(([], [0]))
+        members, size = of_way[-1]
+        members.append((p, shard))
+        size[0] += local.nbytes
+
+    def fill(self) -> None:
+        """All parameters are there: make this rank's shares of those that go in buckets, one after the other."""
+        rank = world().rank
+        for members, _ in (bucket for of_way in self.buckets.values() for bucket in of_way):
+            flat = torch.cat([p._local.detach()[shard.share(rank, rank)].reshape(-1) for p, shard in members])
+            self.flats.append((members, flat))
+            shapes = [shard.local_shape(rank) for _, shard in members]
+            for (p, _), shape, part in zip(members, shapes, flat.split_with_sizes([math.prod(s) for s in shapes]), strict=True):
+                self.parts[id(p)] = part.view(shape)
+
+    def gather(self) -> None:
+        """Every rank's shares into the parameters. Collective."""
+        rank = world().rank
+        with torch.no_grad():
+            for p, shard in self.alone:
+                ranks, whole = shard.ranks(rank), p._local.detach()
+                world().comm(ranks).all_gather_into(self.parts[id(p)], [math.prod(shard.local_shape(r)) for r in ranks], whole.view(-1))
+                torch.autograd.graph.increment_version(p._local)
+            for members, flat in self.flats:
+                ranks = members[0][1].ranks(rank)
+                numels = [sum(math.prod(shard.local_shape(r)) for _, shard in members) for r in ranks]
+                wholes = [p._local.detach() for p, _ in members]
+                for r, part in zip(ranks, world().comm(ranks).all_gather(flat, numels, fresh=False), strict=True):
+                    at = 0
+                    for whole, (_, shard) in zip(wholes, members, strict=True):
+                        shape = shard.local_shape(r)
+                        n = math.prod(shape)
+                        whole[shard.share(rank, r)] = part[at : at + n].view(shape)
+                        at += n
+
+
+def _in_a_row(p: GlobalTensor, shard: Stored) -> bool:
+    """Whether the shares of a parameter's local tensor are runs of its memory, in order."""
+    split = {e.dim for a, e in enumerate(shard.layout) if a in shard.axes}
+    return split == {0} and p._local.is_contiguous()
 
 
 class _Swap:
@@ -37,13 +112,12 @@ class _Swap:
         self.twins: dict[int, tuple[State, State, State]] = {}
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = None
         self.fused: list[State] = []  # the groups that step with the fused kernel this once
+        self.shares = _Shares()
 
     def enter(self, optimizer: Optimizer) -> None:
         """Exchange; do nothing where a parameter or its gradient is no ordinary one."""
-        lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
-        state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        grads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        known_of = optimizer.state
+        lists, rank, shares = [group["params"] for group in optimizer.param_groups], world().rank, _Shares()
+        found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
         for params in lists:
             for p in params:
                 if not isinstance(p, GlobalTensor) or not _ordinary(p, rank):
@@ -51,37 +125,47 @@ class _Swap:
                 alike, grad = local_grad(p)
                 if not alike:
                     return
-                if grad is None:
-                    continue
-                local = p._local
-                if local.grad is not grad:
-                    grads.append((local, grad))
-                if known := known_of.get(p):
-                    state[local] = self._localised(p, known)
+                if grad is not None:
+                    spec = stepped(p)
+                    if spec is not p._spec and rank in spec.placement._coordinates:
+                        shares.add(p, spec)  # type: ignore[arg-type]
+                        if p._grad_shard is None:
+                            grad = grad[spec.share(rank, rank)].contiguous()  # type: ignore[attr-defined]
+                    found.append((p, spec, grad))
+        shares.fill()
+        state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for p, spec, grad in found:
+            part = shares.parts.get(id(p), p._local)
+            if part.grad is not grad:
+                grads.append((part, grad))
+            if known := optimizer.state.get(p):
+                state[part] = self._localised(p, spec, known)
         # From here on nothing fails.
-        self.before = lists, optimizer.state, [(local, local.grad) for local, _ in grads]
-        for local, grad in grads:
-            local.grad = grad
+        self.shares = shares
+        self.before = lists, optimizer.state, [(part, part.grad) for part, _ in grads]
+        for part, grad in grads:
+            part.grad = grad
         for group, params in zip(optimizer.param_groups, lists, strict=True):
-            group["params"] = [p._local for p in params]
+            group["params"] = [shares.parts.get(id(p), p._local) for p in params]
             if type(optimizer) in FUSED and _fusable(group, state):
                 group["fused"] = True
                 self.fused.append(group)
         optimizer.state = state
 
-    def _localised(self, p: GlobalTensor, known: State) -> State:
+    def _localised(self, p: GlobalTensor, spec: Spec, known: State) -> State:
         twin = self.twins.get(id(p))
         if twin is not None and twin[0] is known and len(known) == len(twin[1]):
             return twin[1]
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
-                known[k] = _beside(p, v)
+                known[k] = _beside(spec, v)
         mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
         self.twins[id(p)] = (known, mine, dict(mine))
         return mine
 
-    def leave(self, optimizer: Optimizer) -> None:
-        """Undo it; what the step has added to the state becomes global."""
+    def leave(self, optimizer: Optimizer, done: bool = False) -> None:
+        """Undo it; what the step has added to the state becomes global. ``done``: the step has not failed, so its shares are what the parameters become."""
         if self.before is None:
             return
         (lists, state, grads), self.before, mine_of = self.before, None, optimizer.state
@@ -92,12 +176,16 @@ class _Swap:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
             for p in params:
-                if mine := mine_of.get(p._local):
-                    self._globalised(p, mine, state)
-        for local, grad in grads:
-            local.grad = grad
+                part = self.shares.parts.get(id(p), p._local)
+                if mine := mine_of.get(part):
+                    self._globalised(p, part, mine, state)
+        for part, grad in grads:
+            part.grad = grad
+        shares, self.shares = self.shares, _Shares()
+        if done:
+            shares.gather()
 
-    def _globalised(self, p: GlobalTensor, mine: State, state: Any) -> None:
+    def _globalised(self, p: GlobalTensor, part: torch.Tensor, mine: State, state: Any) -> None:
         twin = self.twins.get(id(p))
         if twin is None or twin[1] is not mine:
             twin = self.twins[id(p)] = (state[p], mine, {})
@@ -105,8 +193,8 @@ class _Swap:
         for k, v in mine.items():
             if k not in seen or seen[k] is not v:
                 seen[k] = v
-                like = isinstance(v, torch.Tensor) and k != "step" and v.shape == p._local.shape
-                known[k] = GlobalTensor.wrap(v, p._spec.replace(dtype=v.dtype)) if like else v
+                like = isinstance(v, torch.Tensor) and k != "step" and v.shape == part.shape
+                known[k] = GlobalTensor.wrap(v, stepped(p).replace(dtype=v.dtype)) if like else v
 
 
 def _fusable(group: State, state: Any) -> bool:
@@ -139,17 +227,32 @@ def _fusable(group: State, state: Any) -> bool:
 
 def _ordinary(p: GlobalTensor, rank: int) -> bool:
     spec = p._spec
-    return rank in spec.placement._coordinates and not any(e.is_partial for e in spec.layout)
+    if rank not in spec.placement._coordinates:  # nothing of it is here: it steps along, so that its state is known here as it is there
+        return p._local.shape == (0,)
+    return not any(e.is_partial for e in spec.layout)
 
 
-def _beside(p: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
-    """State that lies as its parameter does. What was loaded may lie otherwise, or be a plain whole value."""
-    if isinstance(value, GlobalTensor) and value._spec.layout == p._spec.layout and value._spec.placement is p._spec.placement:
+def _beside(spec: Spec, value: torch.Tensor) -> GlobalTensor:
+    """State that lies as what is stepped does. What was loaded may lie otherwise, or be a plain whole value."""
+    if isinstance(value, GlobalTensor) and value._spec is spec.replace(dtype=value._spec.dtype):
         return value
-    out = GlobalTensor.wrap(torch.empty_like(p._local, dtype=value.dtype, requires_grad=False), p._spec.replace(dtype=value.dtype))
+    rank = world().rank
+    device = world().device(spec.placement.type) if rank in spec.placement._coordinates else None
+    out = GlobalTensor.wrap(torch.empty(spec.local_shape(rank), dtype=value.dtype, device=device), spec.replace(dtype=value.dtype))
     with torch.no_grad():
         out.copy_(value)
     return out
+
+
+def relay(optimizer: Optimizer) -> None:
+    """What an optimizer steps of its parameters has changed: lay its state likewise. Collective."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for k, v in optimizer.state.get(p, {}).items():
+                if isinstance(p, GlobalTensor) and isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
+                    optimizer.state[p][k] = _beside(stepped(p), v)
+    if optimizer in _swaps:
+        _swaps[optimizer].twins.clear()
 
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
@@ -172,12 +275,13 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     swap = _swaps.get(optimizer)
     if swap is not None:
-        swap.leave(optimizer)
+        swap.leave(optimizer, done=True)
 
 
 def _leave_for_reading(optimizer: Optimizer) -> None:
     # A step that failed half way has not been left.
-    _leave(optimizer, (), {})
+    if optimizer in _swaps:
+        _swaps[optimizer].leave(optimizer)
 
 
 def install() -> None:

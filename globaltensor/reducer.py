@@ -1,15 +1,17 @@
 """How the gradients of leaves are summed over the ranks.
 
 By duality the gradient of a broadcast leaf arrives as partial sums. They are reduced in buckets, flattened over the axes, overlapped with the rest of
-backward (as torch's DistributedDataParallel does), and deferred under ``no_sync()``.
+backward (as torch's DistributedDataParallel does), and deferred under ``no_sync()``. Of a leaf whose gradient is kept in shares (ZeRO's second stage)
+they are reduce-scattered.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from .boxing import box
 from .buckets import Buckets
 from .distributed.world import World, world
 from .errors import GlobalTensorError
-from .spec import Spec
+from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
 __all__ = ["LeafGradient", "Reducer", "attach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "summed", "watch"]
@@ -28,6 +30,7 @@ Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
 # As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+_UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arrived
 
 
 def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -44,7 +47,7 @@ def summed(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | Non
 
 
 class LeafGradient:
-    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, in the leaf's own layout."""
+    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, lying as ``kept``: the leaf's own layout, or shares."""
 
     def __init__(self, leaf: GlobalTensor, number: int) -> None:
         self.number = number
@@ -54,13 +57,25 @@ class LeafGradient:
         self.reduce_dtype = leaf._reduce_dtype
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
+        self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
-        placement = self.spec.placement
-        summed = [a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1]
-        self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
-        self.ranks = placement.fiber(world().rank, summed) if self.bucketed else ()
-        self.way = (placement, tuple(summed))
+        self.keep(leaf._grad_shard)
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
+
+    def keep(self, shares: Stored | None) -> None:
+        """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
+        placement, rank = self.spec.placement, world().rank
+        if shares is not None:
+            self.kept, self.ranks, self.way = shares, shares.ranks(rank), (shares.placement, shares.axes, True)
+            self.bucketed = True
+            return
+        summed = tuple(a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1)
+        self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
+        self.kept, self.ranks, self.way = self.spec, placement.fiber(rank, summed) if self.bucketed else (), (placement, summed, False)
+
+    def key(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What gradients must have in common to go in one bucket."""
+        return (self.way, dtype if self.reduce_dtype is None or not dtype.is_floating_point else self.reduce_dtype, dtype, self.local.device)
 
     def arrived(self, local: torch.Tensor) -> None:
         """Torch has put a contribution into the local tensor's ``.grad``."""
@@ -85,7 +100,7 @@ class LeafGradient:
         """What has come in up to now, reduced. Collective where something is pending."""
         if self.local.grad is not None:
             grad = self.take()
-            self.put(summed(grad, self.dual, self.spec, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
+            self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
 
@@ -99,6 +114,7 @@ class Reducer:
         self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
         self.numbers = 0
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
+        self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype, float]] = deque()  # buckets of shares
         self.finished: list[LeafGradient] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
@@ -126,11 +142,49 @@ class Reducer:
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
             self.alone.append((leaf, grad))
             return
-        kind = dtype_of_sum(grad, leaf.reduce_dtype)
-        for bucket in self.buckets.add(leaf.number, (leaf, grad), grad.numel() * kind.itemsize, (leaf.way, kind, grad.dtype, grad.device)):
+        for bucket in self.buckets.add(leaf.number, (leaf, grad), *self.size(leaf, grad.dtype)):
             self.send(bucket)
 
+    @staticmethod
+    def size(leaf: LeafGradient, dtype: torch.dtype) -> tuple[int, tuple[Any, ...]]:
+        """(bytes, key) of a gradient of this dtype in a bucket."""
+        key = leaf.key(dtype)
+        return leaf.local.numel() * key[1].itemsize, key
+
+    def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
+        """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
+        sizes = {leaf.number: self.size(leaf, leaf.local.dtype) for leaf in leaves}
+        self.buckets.expect({n: (1, *size) for n, size in sizes.items()}, {key: limit for _, key in sizes.values() if key[0][2]})
+
+    def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
+        """Let go of gradients; each rank gets its shares of their sums."""
+        rank, leaves = world().rank, [leaf for leaf, _ in bucket]
+        first, dtype = leaves[0], bucket[0][1].dtype
+        parts = [g[leaf.kept.share(rank, r)].reshape(-1) for r in first.ranks for leaf, g in bucket]  # type: ignore[attr-defined]
+        flat = torch.empty(sum(p.numel() for p in parts), dtype=first.key(dtype)[1], device=parts[0].device)
+        torch.cat(parts, out=flat)
+        chunks = flat.split_with_sizes([sum(p.numel() for p in parts[i : i + len(bucket)]) for i in range(0, len(parts), len(bucket))])
+        bucket.clear()
+        handle = world().comm(first.ranks).reduce_scatter_async(chunks, "sum")
+        self.under_way.append((leaves, handle, dtype, self.factor()))
+        while len(self.under_way) > _UNDER_WAY:
+            self.receive()
+
+    def receive(self) -> None:
+        """Wait for the bucket of shares that was sent first."""
+        leaves, handle, dtype, factor = self.under_way.popleft()
+        handle.wait()
+        value, at = handle.value if factor == 1 else handle.value * factor, 0
+        for leaf in leaves:
+            shape = leaf.kept.local_shape(world().rank)
+            n = math.prod(shape)
+            leaf.put(value[at : at + n].view(shape).to(dtype))
+            at += n
+            self.finished.append(leaf)
+
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
+        if isinstance(bucket[0][0].kept, Stored):
+            return self.scatter(bucket)
         parts, kind = [g.reshape(-1) for _, g in bucket], dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         # Gradients stay where they were summed. Memory that is touched for the first time costs more than a copy: it serves again once they have been let go.
         key, size = (bucket[0][0].way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
@@ -142,6 +196,7 @@ class Reducer:
             flat *= factor
         handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
         self.sent.append((bucket, flat, handle))
+        return None
 
     def factor(self) -> float:
         """What the gradients of this pass have to be multiplied by."""
@@ -156,6 +211,7 @@ class Reducer:
         self.queued = False
         self.buckets.drop()
         self.before, self.sent, self.finished, self.alone, self.owed = [], [], [], [], None
+        self.under_way.clear()
 
     def finish(self) -> None:
         """The end of a backward pass."""
@@ -164,6 +220,8 @@ class Reducer:
                 before()
             for rest in self.buckets.finish():
                 self.send(rest)
+            while self.under_way:
+                self.receive()
             for bucket, flat, handle in self.sent:
                 if handle is not None:
                     handle.wait()
@@ -174,7 +232,7 @@ class Reducer:
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
-                    leaf.put(summed(grad, leaf.dual, leaf.spec, leaf.reduce_dtype, "gradient of a leaf"))
+                    leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)
             for leaf in self.finished:
                 owner = leaf.owner()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +24,28 @@ from .spec import Spec, Stored
 from .visible import shown
 from .wrapper import GlobalTensor
 
-__all__ = ["abort", "finish", "forget", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
+__all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
 
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
+UNDER_WAY = 1  # buckets of gradients
+MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
+LEAST_BYTES = 64 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
 
 
 Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
+
+
+class Use(NamedTuple):
+    """A gathered parameter: whose it is, from which version of which local tensor, and where it lies."""
+
+    leaf: GlobalTensor
+    dst: Spec
+    local: torch.Tensor
+    version: int
+    storage: _torch.StorageWeakRef
+
+    def gone(self) -> bool:
+        return bool(self.storage.expired())
 
 
 class Sharding:
@@ -42,6 +59,11 @@ class Sharding:
         self.last = 0
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
+        self.freed = 0
+        self.largest = LEAST_BYTES  # bytes of the largest parameter gathered so far
+        self.alive: dict[int, Use] = {}  # gathered under freed(), by their storage
+        self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
+        self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
 
     def number(self, leaf: GlobalTensor) -> int:
         """A number for each parameter that is gathered, by its first use: the same on every rank."""
@@ -50,6 +72,10 @@ class Sharding:
             self.last += 1
             found = leaf.__dict__["_gathered_number"] = self.last
         return found
+
+    def most(self, freed: bool) -> int:
+        """Bytes of a bucket."""
+        return min(self.largest, BUCKET_BYTES) if freed else BUCKET_BYTES
 
 
 _STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
@@ -86,6 +112,8 @@ def abort() -> None:
     state = _state()
     state.scatters.drop()
     state.arrived.clear()
+    state.waiting.clear()
+    state.under_way.clear()
     forget()
 
 
@@ -123,28 +151,39 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
     state, local = _state(), leaf._local
     if world().rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
-    before = state.recent
+    log.watch(plan(src, dst), why)
+    whole = _whole(state, leaf, src, dst, bool(state.freed))
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        out = whole
+    else:
+        out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
+    if state.freed and torch.is_grad_enabled():
+        _remember(state, Use(leaf, dst, local, local._version, _torch.StorageWeakRef(whole.untyped_storage())))
+    return out
+
+
+def _whole(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
+    """The next use of a gathered parameter."""
+    local, before = leaf._local, state.recent
     number = state.number(leaf)
     state.next[before] = (weakref.ref(leaf), dst)
     state.recent = (before[1], number)
-    log.watch(plan(src, dst), why)
     key = (number, dst)
     found = state.ready.pop(key, None)
     if found is None or found[1] is not local or found[2] != local._version:
+        state.largest = max(state.largest, dst.local_numel() * dst.dtype.itemsize)
         with _torch.unobserved():
-            _gather(state, _batch(state, leaf, src, dst))
+            _gather(state, _batch(state, leaf, src, dst, state.most(freed), freed))
         found = state.ready.pop(key)
-    if local.requires_grad and torch.is_grad_enabled():
-        return _Gathered.apply(local, _Box(found[0], leaf), src, dst)  # type: ignore[no-any-return]
     return found[0]
 
 
-def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec) -> list[tuple[GlobalTensor, Spec]]:
-    """This use and those expected after it that travel the same way, up to a bucket."""
+def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int, exact: bool) -> list[tuple[GlobalTensor, Spec]]:
+    """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
     batch, total = [(leaf, dst)], dst.nbytes
     at, way = state.recent, (src.placement, gather_axes(src, dst), src.dtype)
     seen = {(state.number(leaf), dst)}
-    while total < BUCKET_BYTES and (expected := state.next.get(at)) is not None:
+    while total < most and (expected := state.next.get(at)) is not None:
         other, wanted = expected[0](), expected[1]
         if other is None or (number := state.number(other), wanted) in seen:
             break
@@ -152,6 +191,8 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec) -> list[tu
             break
         kept = state.ready.get((number, wanted))
         if kept is None or kept[1] is not other._local or kept[2] != other._local._version:
+            if exact and total + wanted.nbytes > most:
+                break
             batch.append((other, wanted))
             total += wanted.nbytes
         seen.add((number, wanted))
@@ -181,8 +222,8 @@ def _gather(state: Sharding, batch: Sequence[tuple[GlobalTensor, Spec]]) -> None
 class _Box:
     """Carries a gathered parameter, and whose it is, past autograd."""
 
-    def __init__(self, whole: torch.Tensor, leaf: GlobalTensor) -> None:
-        self.whole, self.leaf = whole, leaf
+    def __init__(self, whole: torch.Tensor, leaf: GlobalTensor, freed: bool) -> None:
+        self.whole, self.leaf, self.freed = whole, leaf, freed
 
 
 class _Gathered(torch.autograd.Function):
@@ -190,7 +231,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
-        ctx.leaf, ctx.local, ctx.src, ctx.dst = carried.leaf, local, src, dst
+        ctx.leaf, ctx.local, ctx.src, ctx.dst, ctx.freed = carried.leaf, local, src, dst, carried.freed
         return carried.whole
 
     @staticmethod
@@ -198,7 +239,7 @@ class _Gathered(torch.autograd.Function):
         if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
             dual, mine = ctx.dst.dual(), ctx.src.dual()
             return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
-        scatter(ctx.leaf, ctx.dst, grads[0])
+        scatter(ctx.leaf, ctx.dst, grads[0], ctx.freed)
         return None, None, None, None
 
 
@@ -210,22 +251,32 @@ def _watched(leaf: GlobalTensor) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- scattering
 
 
-def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor) -> None:
-    """Keep the gradient of a gathered parameter until a bucket is full or backward ends."""
+def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False) -> None:
+    """Keep the gradient of a gathered parameter until a bucket is full or backward ends. ``freed``: the bucket is a small one, filled as gradients come."""
     state = _state()
     reducer().at_end(finish)
     src = leaf._spec
     kind = dtype_of_sum(grad, leaf._reduce_dtype)
     key = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
-    for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
-        _send(state, bucket)
+    if not freed:
+        for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
+            _send(state, bucket)
+        return
+    # Whoever gathers again on the way back meets the parameters in the same order on every rank; so do their gradients.
+    waiting = state.waiting.setdefault(key, [])
+    waiting.append((leaf, dst, grad))
+    if sum(w.nbytes for _, w, _ in waiting) >= state.most(True):
+        _send(state, state.waiting.pop(key))
 
 
 def finish() -> None:
     """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to sum."""
     state = _state()
-    for bucket in state.scatters.finish():
+    for bucket in [*state.scatters.finish(), *state.waiting.values()]:
         _send(state, bucket)
+    state.waiting.clear()
+    while state.under_way:
+        _receive(state)
     arrived, state.arrived = state.arrived, []
     here = reducer()
     for leaf in arrived:
@@ -238,13 +289,23 @@ def _send(state: Sharding, items: list[Waiting]) -> None:
     leaf, dst, first = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
-    chunks = [torch.cat([_piece(grad, leaf._spec, whole, r, rank).reshape(-1) for leaf, whole, grad in items]) for r in ranks]
-    kind = dtype_of_sum(first, leaf._reduce_dtype)
-    mine = world().comm(ranks).reduce_scatter([c.to(kind) for c in chunks], "sum").to(first.dtype)
+    pieces = [_piece(grad, leaf._spec, whole, r, rank).reshape(-1) for r in ranks for leaf, whole, grad in items]
+    flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype_of_sum(first, leaf._reduce_dtype), device=first.device)
+    torch.cat(pieces, out=flat)
+    chunks = flat.split_with_sizes([sum(p.numel() for p in pieces[i : i + len(items)]) for i in range(0, len(pieces), len(items))])
+    state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], world().comm(ranks).reduce_scatter_async(chunks, "sum")))
+    while len(state.under_way) > UNDER_WAY:
+        _receive(state)
+
+
+def _receive(state: Sharding) -> None:
+    """Wait for the bucket that was sent first: it becomes gradients of the leaves."""
+    leaves, handle = state.under_way.popleft()
+    handle.wait()
     start = 0
-    for leaf, _, _ in items:
-        shape = leaf._spec.local_shape(rank)
-        part = mine[start : start + math.prod(shape)].view(shape)
+    for leaf, dtype in leaves:
+        shape = leaf._spec.local_shape(world().rank)
+        part = handle.value[start : start + math.prod(shape)].view(shape).to(dtype)
         start += math.prod(shape)
         local = leaf._local
         if local.grad is None:
@@ -259,3 +320,73 @@ def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch
     offsets = dst.box(rank)[0]
     begin, shape = src.box(r)
     return grad[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))]
+
+
+# ---------------------------------------------------------------------------------------------------------------- freeing
+
+
+@contextlib.contextmanager
+def freed() -> Iterator[None]:
+    """Parameters gathered in the block are let go of after each use, and gathered again when backward needs them: autograd keeps a note instead.
+
+    For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in the block, backward in it or after it. Of gathered
+    parameters and their gradients a rank then has about two buckets at a time, each as large as the largest parameter; without, autograd keeps them all.
+    It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that an op makes and keeps (autocast's) is not let go of.
+    The parameters must not change before backward has used them: RuntimeError, as for any tensor that autograd keeps.
+
+    >>> import globaltensor as flow
+    >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
+    >>> with freed():
+    ...     loss = model(torch.ones(3, 4)).sum()
+    >>> loss.backward()
+    """
+    state = _state()
+    state.freed += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: _noted(state, t), _recalled):
+            yield
+    finally:
+        state.freed -= 1
+
+
+def _remember(state: Sharding, use: Use) -> None:
+    """Know a gathered parameter again when autograd wants to keep it."""
+    if len(state.alive) > MOST_ALIVE:
+        state.alive = {k: u for k, u in state.alive.items() if not u.gone()}
+    state.alive[use.storage.cdata] = use
+
+
+class _Note(NamedTuple):
+    """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its memory."""
+
+    use: Use
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _noted(state: Sharding, t: torch.Tensor) -> Any:
+    use = state.alive.get(_torch.storage_key(t))
+    if use is None or use.gone() or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():
+        return t, t._version  # which torch looks at only where there are no hooks
+    return _Note(use, t.size(), t.stride(), t.storage_offset())
+
+
+def _recalled(kept: Any) -> torch.Tensor:
+    if not isinstance(kept, _Note):
+        t, version = kept
+        if t._version != version:
+            raise _changed(t, version)
+        return t  # type: ignore[no-any-return]
+    leaf, dst, local, version, _ = kept.use
+    if leaf._local is not local or local._version != version:
+        raise _changed(leaf, version)
+    with torch.no_grad():
+        return _whole(_state(), leaf, leaf._spec, dst, True).as_strided(kept.size, kept.stride, kept.offset)
+
+
+def _changed(t: torch.Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape {list(t.shape)} is at version "
+        f"{t._version}; expected version {version} instead"
+    )

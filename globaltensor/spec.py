@@ -100,6 +100,11 @@ class Spec:
         return self
 
     @property
+    def plain(self) -> Spec:
+        """The spec of the same layout that is shown as it is."""
+        return self
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 
@@ -202,7 +207,6 @@ class Stored(Spec):
 
     @property
     def plain(self) -> Spec:
-        """The same layout, counting as itself."""
         return Spec.make(self.shape, self.dtype, self.placement, self.layout)
 
     def __reduce__(self) -> tuple[object, ...]:

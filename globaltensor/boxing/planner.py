@@ -66,7 +66,7 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> Plan:
         raise BoxingError(f"boxing keeps shape and dtype, but goes from {src!r} to {dst!r}: convert (to, reshape) before or after it")
     if not src.numel:
         return Plan(src, dst, (Move("slice", src, dst, (), 0, 0.0),))
-    return Plan(src, dst, _search(src, dst, cluster))
+    return Plan(src, dst, _search(src.plain, dst.plain, cluster))
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:

@@ -230,7 +230,7 @@ class ProcessComm(MessageComm):
         work = dist.all_to_all_single(as_bytes(target), as_bytes(source), received, sent, group=self.group, async_op=True)
 
         def add() -> Tensor:
-            found = dict(zip(others, target.split(n) if n else [target] * len(others), strict=True)) | {self.index: mine}
+            found = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {self.index: mine}
             return combine([found[i] for i in range(self.size)], op, spare=1 - self.index if self.size == 2 else None)
 
         return Scattered(_Work(self, work), add)
