@@ -352,6 +352,43 @@ def test_only_what_the_schedule_promises_is_kept() -> None:
     assert simulate(2, run) == [2, 1]
 
 
+def test_receives_are_posted_ahead_and_buffers_serve_again() -> None:
+    c = case([0], [1], name="1f1b", micros=8)
+
+    def run() -> tuple[int, int]:
+        pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros))
+        asked: list[int] = []
+        if world().rank == 1:
+            mailbox: Any = world().channel(0, 1, torch.device("cpu"))
+            work = pipeline.stages[1].function
+
+            def seeing(*given: Tensor) -> Any:
+                asked.append(mailbox.mailbox.asked)
+                return work(*given)
+
+            pipeline.stages[1].function = seeing
+        pipeline.run(inputs)
+        assert asked == ([min(m + 3, 8) for m in range(8)] if world().rank == 1 else []), "two receives beyond the one at work"
+        return tuple(len(pool._all) for pool in pipeline._transfer._pools.values())  # type: ignore[return-value]
+
+    assert all(n <= 2 for kept in simulate(2, run) for n in kept)
+
+
+def test_what_does_not_lie_as_its_edge_says_is_refused() -> None:
+    c = case([0], [1])
+
+    def run(function: Callable[..., Any]) -> None:
+        pipeline, inputs, _ = build(c, schedule("gpipe", (0, 1), c.micros))
+        if world().rank == 0:
+            pipeline.stages[0].function = function
+        pipeline.run(inputs)
+
+    with pytest.raises(ScheduleError, match=r"rank 0: stage 0 gives output 0 of torch\.float64 \[4, 6\]; its edge says torch\.float64 \[5, 6\]"):
+        simulate(2, run, lambda x: (x[1:],))
+    with pytest.raises(ScheduleError, match="stage 0 gives 0 outputs; an edge takes number 0"):
+        simulate(2, run, lambda x: ())
+
+
 def test_outputs_that_are_asked_for_come_back() -> None:
     c = case([0], [1], micros=2)
 

@@ -4,15 +4,21 @@
 from . import flushing as _flushing
 from . import zero_bubble as _zero_bubble
 from .check import check, fitted, in_flight, promise
+from .runtime import Pipeline
 from .schedule import Action, Schedule, Span, best, known, schedule
 from .simulate import Simulation, simulate
+from .stage import Stage
 from .timeline import Timeline, save_trace, timeline, trace
+from .transfer import Edge
 
 __all__ = [
     "Action",
+    "Edge",
+    "Pipeline",
     "Schedule",
     "Simulation",
     "Span",
+    "Stage",
     "Timeline",
     "best",
     "check",

@@ -102,6 +102,8 @@ class Pipeline:
         outputs = self.stages[stage].forward(micro, given, self.schedule.trains, stage in self._split)
         del given
         self._done(action, start)
+        if len(outputs) <= max(self._taken[stage], default=-1):
+            raise ScheduleError(f"stage {stage} gives {len(outputs)} outputs; an edge takes number {max(self._taken[stage])}")
         for route in self._transfer.leaving("F", stage):
             self._transfer.send(route, micro, outputs[route.edge.output])
         return tuple(t if self._keeps(stage, i) else None for i, t in enumerate(outputs))

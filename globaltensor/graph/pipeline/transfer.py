@@ -120,8 +120,9 @@ class _Arrival:
 class _Intake:
     """The messages from one rank, in order, and how far they have been asked for."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.channel: Channel | None = None  # once they are connected
         self.order: list[tuple[Route, int]] = []
         self.places: dict[tuple[Route, int], int] = {}
         self.asked = 0
@@ -152,11 +153,7 @@ class Transfer:
         self._sent: list[tuple[Message, Route, int, int]] = []
         self._intakes: dict[tuple[int, str], _Intake] = {}
         for route, micro, who in self._expected(schedule, lanes):
-            wire = _wire(route)
-            intake = self._intakes.get((who, wire))
-            if intake is None:
-                intake = self._intakes[who, wire] = _Intake(here.channel(who, here.rank, here.device(wire)))
-            intake.add(route, micro)
+            self._intakes.setdefault((who, _wire(route)), _Intake(who)).add(route, micro)
         self._connected = False
 
     def _expected(self, schedule: Schedule, lanes: dict[int, int]) -> Iterator[tuple[Route, int, int]]:
@@ -171,8 +168,12 @@ class Transfer:
         me = self._here.rank
         out = {(to, _wire(route)) for route, pieces in self._given.items() for to, _ in pieces if to != me}
         ways = [(who, me, wire) for who, wire in self._intakes] + [(me, to, wire) for to, wire in out]
+        # Opening a channel may wait for its other side: all ranks go by one order.
         for source, target, wire in sorted(ways):
-            self._here.channel(source, target, self._here.device(wire)).connect()
+            channel = self._here.channel(source, target, self._here.device(wire))
+            channel.connect()
+            if target == me:
+                self._intakes[source, wire].channel = channel
 
     def leaving(self, kind: str, stage: int) -> list[Route]:
         """What an action sends, in order."""
@@ -190,7 +191,11 @@ class Transfer:
 
     def send(self, route: Route, micro: int, value: Tensor) -> None:
         """Start sending what others need of a value, which must be left alone until the run ends; what this rank needs itself is copied."""
-        wire = self._here.device(_wire(route))
+        spec, wire = route.ends[0], self._here.device(_wire(route))
+        if value.shape != spec.local_shape(self._here.rank) or value.dtype is not spec.dtype:
+            where, shape = f"rank {self._here.rank}: stage {route.stages[0]}", list(spec.local_shape(self._here.rank))
+            what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+            raise ScheduleError(f"{where} gives {what} of {value.dtype} {list(value.shape)}; its edge says {spec.dtype} {shape}, this rank's part of {spec}")
         for to, where in self._given[route]:
             piece = value[where].to(wire)
             self._sent.append((self._here.channel(self._here.rank, to, wire).send(piece), route, micro, to))
@@ -273,7 +278,8 @@ class Transfer:
             route, micro = intake.order[intake.asked]
             if intake.asked > upto and intake.open.get(route, 0) >= self._credits:
                 return
-            arrival, who = self._arrival(route, micro), intake.channel.source
+            assert intake.channel is not None
+            arrival, who = self._arrival(route, micro), intake.source
             into = next(into for giver, _, into in self._taken[route] if giver == who)
             place, flat = arrival.out[into], None
             if not place.is_contiguous():
