@@ -193,9 +193,9 @@ class Transfer:
         """Start sending what others need of a value, which must be left alone until the run ends; what this rank needs itself is copied."""
         spec, wire = route.ends[0], self._here.device(_wire(route))
         if value.shape != spec.local_shape(self._here.rank) or value.dtype is not spec.dtype:
-            where, shape = f"rank {self._here.rank}: stage {route.stages[0]}", list(spec.local_shape(self._here.rank))
+            who, shape = f"rank {self._here.rank}: stage {route.stages[0]}", list(spec.local_shape(self._here.rank))
             what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
-            raise ScheduleError(f"{where} gives {what} of {value.dtype} {list(value.shape)}; its edge says {spec.dtype} {shape}, this rank's part of {spec}")
+            raise ScheduleError(f"{who} gives {what} of {value.dtype} {list(value.shape)}; its edge says {spec.dtype} {shape}, this rank's part of {spec}")
         for to, where in self._given[route]:
             piece = value[where].to(wire)
             self._sent.append((self._here.channel(self._here.rank, to, wire).send(piece), route, micro, to))
