@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ShapeError
-from .rules.experts import experts
+from .rules.experts import TokenFunction, experts
 from .wrapper import GlobalTensor
 
 __all__ = ["dispatch_tokens", "expert_parameters", "experts_in"]
@@ -82,22 +82,28 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
 
 
 @dataclass(frozen=True)
-class _OnParts:
+class _OnParts(TokenFunction):
     """A module's own ``forward`` on the experts of a rank. Equal for the same module, for plans are kept by it; and kept weakly, for plans outlive models."""
 
     module: weakref.ref[nn.Module]
     own: tuple[str, ...]
     common: tuple[str, ...]
 
-    def __call__(self, rows: Tensor, counts: Sequence[int], *tensors: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
+        expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(rows.device)
+        return self._run(len(counts), (rows, expert[:, None], rows.new_ones(rows.shape[0], 1)), parameters)
+
+    def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        return self._run(parameters[0].shape[0], (x, index, weights), parameters)
+
+    def _run(self, count: int, args: tuple[Tensor, Tensor, Tensor], parameters: tuple[Tensor, ...]) -> Tensor:
         module = self.module()
         assert module is not None, "it has called this"
-        there = _copy(module, dict(zip((*self.own, *self.common), tensors, strict=True)))
+        there = _copy(module, dict(zip((*self.own, *self.common), parameters, strict=True)))
         for name in _NUMBERS:
             if name in there.__dict__:
-                there.__dict__[name] = len(counts)
-        expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(rows.device)
-        out = there.forward(rows, expert[:, None], rows.new_ones(rows.shape[0], 1))
+                there.__dict__[name] = count
+        out = there.forward(*args)
         if not isinstance(out, Tensor):
             raise ShapeError(f"{type(module).__name__}: a module of experts must return one tensor, not {type(out).__name__}")
         return out

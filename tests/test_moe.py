@@ -179,6 +179,26 @@ def test_traffic() -> None:
     assert set(back) == {"all_reduce"}
 
 
+def seen(plan: str, model: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of the indices that the module's own forward gets."""
+    ours, shapes = flow.parallelize(copy.deepcopy(model), flow.placement.all("cpu"), plan), []
+
+    class Watched(Experts):
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            shapes.append(tuple(top_k_index.shape))
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    ours.experts.__class__ = Watched
+    ours(values(8, 8).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0)))
+    return shapes
+
+
+def test_where_all_experts_are_the_module_takes_the_tokens_as_they_are() -> None:
+    model = block()
+    assert simulate(2, seen, "data", model) == [[(4, 2)]] * 2
+    assert all(rows[0][1] == 1 for rows in simulate(2, seen, "expert", model))  # rows, each with one expert
+
+
 # ---------------------------------------------------------------------------------------------------------------- the module stays a module
 
 

@@ -9,8 +9,10 @@ both split on one axis         an all-to-all takes the tokens to their experts, 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,10 +29,22 @@ from .grouped import gated
 from .notation import Arg, Op, Signature, Split
 from .parts import register, zeros_connected
 
-__all__ = ["experts"]
+__all__ = ["TokenFunction", "experts"]
 
 #: (rows sorted by expert, rows of each expert, parameters...) -> results of the rows
 Function = Callable[..., Tensor]
+
+
+class TokenFunction(ABC):
+    """A function for `experts` that can also take tokens as they are, where this rank has all experts."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
+        """Rows sorted by expert -> their results."""
+
+    @abstractmethod
+    def whole(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        """Tokens, their experts and weights -> the weighted sums of the results, like ``x``."""
 
 
 def experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
@@ -129,17 +143,28 @@ class _Homes:
     held: tuple[tuple[int, int], ...]
     count: int
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """Where each rank's experts begin when they stand rank after rank; and how many there are."""
         return [0, *accumulate(n for _, n in self.held)]
 
     def places(self, index: Tensor) -> Tensor:
         """The place of each expert in that order; past its end where these ranks don't have it."""
-        order = torch.full((self.count + 1,), self.starts[-1])
+        known = torch.where((index >= 0) & (index < self.count), index, self.count)
+        return known if self.straight else torch.tensor(self.order, device=index.device)[known]
+
+    @cached_property
+    def straight(self) -> bool:
+        """Whether these ranks have all experts, and in their order."""
+        return self.order == list(range(self.count + 1))
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The place of each expert, and of none."""
+        order = [self.starts[-1]] * (self.count + 1)
         for start, (offset, n) in zip(self.starts, self.held, strict=False):
-            order[offset : offset + n] = torch.arange(start, start + n)
-        return order.to(index.device)[torch.where((index >= 0) & (index < self.count), index, self.count)]
+            order[offset : offset + n] = range(start, start + n)
+        return order
 
 
 def _run(
@@ -148,6 +173,8 @@ def _run(
     every = [x, weights, *parameters, *shared]
     if x.device.type == "meta" or _torch.is_fake(x):  # where tokens go depends on data, what comes out does not
         return zeros_connected(tuple(x.shape), x.dtype, every)
+    if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
+        return _kept(function.whole(x, index, weights, *parameters, *shared), x, every)
     t, k = index.shape
     work = x.to(_cast(x))
     place = homes.places(index).view(-1)
@@ -172,7 +199,11 @@ def _computed(function: Function, rows: Tensor, counts: list[int], parameters: S
     inputs = [rows, *parameters, *shared]
     if not rows.shape[0]:
         return zeros_connected(tuple(rows.shape), rows.dtype, inputs)
-    out = function(rows, counts, *parameters, *shared)
+    return _kept(function(rows, counts, *parameters, *shared), rows, inputs)
+
+
+def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
+    """What a function gave for ``rows``, of their shape and dtype, and in the graph."""
     if out.shape != rows.shape:
         raise ShapeError(f"experts: the function gave {list(out.shape)} for rows {list(rows.shape)}; it must keep their shape")
     out = out.to(rows.dtype)
