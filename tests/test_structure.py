@@ -33,7 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
     ("checkpoint", "optim", "parallelize"),
-    ("nn", "utils", "graph", "auto", "v0"),
+    ("graph",),
+    ("nn", "utils", "auto", "v0"),
     ("__init__",),
     ("cli",),
 )

@@ -1,7 +1,7 @@
 """Recording: what `build` does on fake tensors becomes an fx graph. No kernel runs, and no memory is taken.
 
-Two modes look on. `Logical` sees each call that the user's code makes, with global shapes: the logical graph, the same on every rank. `Local`, pushed while such
-a call runs, sees what it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that communicate. That is the program.
+Two modes look on. `Logical` sees each call that the user's code makes, with global shapes: the logical graph, the same on every rank. `Local`, pushed while
+such a call runs, sees what it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that communicate. That is the program.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _SPELLED: Final = {
     "__gt__": operator.gt,
     "__ge__": operator.ge,
 }
+#: Operators that torch writes in Python under other names: ``x ** 2`` calls a function named ``pow`` that no module has.
+_OPERATORS: Final = {f: n for n, f in vars(torch.Tensor).items() if n.startswith("__") and callable(f) and getattr(f, "__name__", n) != n}
 _BASIC = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential", "cauchy", "geometric")
 
@@ -63,7 +65,8 @@ class _DryComm(Comm):
 
     def all_gather_object(self, value: object) -> list[Any]:
         raise GraphError(
-            "inside build() ranks cannot tell each other what they hold (to_global of a local tensor exchanges shapes: pass check_meta=False, or make the tensor global before the call)"
+            "inside build() ranks cannot tell each other what they hold (to_global of a local tensor exchanges shapes: pass check_meta=False, or make the "
+            "tensor global before the call)"
         )
 
 
@@ -164,6 +167,7 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     if name in ("__get__", "__set__") and isinstance(owner, property):
         field = owner.fget.__name__ if owner.fget is not None else ""
         return (getattr, (args[0], field)) if name == "__get__" else (setattr, (args[0], field, args[1]))
+    name = _OPERATORS.get(func, name)
     if name and getattr(torch.Tensor, name, None) is func:
         return _SPELLED.get(name, name), args
     return func, args

@@ -33,7 +33,8 @@ def _schedules(entry: Any) -> list[Any]:
 def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
     missing = [name for name in graph._modules if name not in saved]
     if missing and strict:
-        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {', '.join(map(str, saved))}): pass strict=False to leave them")
+        had = ", ".join(map(str, saved))
+        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass strict=False to leave them")
     for name, module in graph._modules.items():
         if name in saved:
             module.load_state_dict(saved[name], strict=strict)
