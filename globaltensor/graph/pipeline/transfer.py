@@ -191,11 +191,8 @@ class Transfer:
 
     def send(self, route: Route, micro: int, value: Tensor) -> None:
         """Start sending what others need of a value, which must be left alone until the run ends; what this rank needs itself is copied."""
-        spec, wire = route.ends[0], self._here.device(_wire(route))
-        if value.shape != spec.local_shape(self._here.rank) or value.dtype is not spec.dtype:
-            who, shape = f"rank {self._here.rank}: stage {route.stages[0]}", list(spec.local_shape(self._here.rank))
-            what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
-            raise ScheduleError(f"{who} gives {what} of {value.dtype} {list(value.shape)}; its edge says {spec.dtype} {shape}, this rank's part of {spec}")
+        self._check_part(route, value)
+        wire = self._here.device(_wire(route))
         for to, where in self._given[route]:
             piece = value[where].to(wire)
             self._sent.append((self._here.channel(self._here.rank, to, wire).send(piece), route, micro, to))
@@ -203,6 +200,16 @@ class Transfer:
             if who == self._here.rank:
                 self._arrival(route, micro).out[into] = value[there].to(wire)
         self.collect()
+
+    def _check_part(self, route: Route, value: Tensor) -> None:
+        spec = route.ends[0]
+        shape = spec.local_shape(self._here.rank)
+        if value.shape != shape or value.dtype is not spec.dtype:
+            what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+            raise ScheduleError(
+                f"rank {self._here.rank}: stage {route.stages[0]} gives {what} of {value.dtype} {list(value.shape)}; "
+                f"its edge says {spec.dtype} {list(shape)}, this rank's part of {spec}"
+            )
 
     def receive(self, route: Route, micro: int) -> Tensor:
         """A value for this rank; waits for it. A gradient comes as the dual of what its output is. Raises WorldError, with what, where and from whom."""
