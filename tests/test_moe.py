@@ -245,6 +245,39 @@ def checkpointed(model: nn.Module) -> None:
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+class Step(flow.nn.Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = square(self.model(x))
+        loss.backward()
+        return loss
+
+
+def in_a_graph(model: nn.Module, sbp: Any) -> None:
+    everyone, x = flow.placement.all("cpu"), values(9, 8)
+    plain, ours = copy.deepcopy(model), flow.parallelize(copy.deepcopy(model), everyone, "expert")
+    graph, there = Step(ours), x.to_global(everyone, B).to_global(sbp=sbp)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        want = square(plain(x))
+        want.backward()
+        optimizer.step()
+        torch.testing.assert_close(torch.tensor(graph(there).item()), torch.tensor(want.item()))
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach())
+
+
+@pytest.mark.parametrize("sbp", [S(0), B], ids=["split batch", "whole batch"])
+def test_in_a_graph(sbp: Any) -> None:
+    """A recorder of fake tensors must not take what it sees there, nothing, for the program."""
+    simulate(2, in_a_graph, block(), sbp)
+
+
 def test_a_module_that_returns_more() -> None:
     class Two(Experts):
         def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:

@@ -171,17 +171,18 @@ def _run(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], shared: Sequence[Tensor], function: Function, homes: _Homes
 ) -> Tensor:  # fmt: skip
     every = [x, weights, *parameters, *shared]
-    if x.device.type == "meta" or _torch.is_fake(x):  # where tokens go depends on data, what comes out does not
+    # Where tokens go depends on data, what comes out does not. A recorder that looks in must see that it does, and keep the call as one step.
+    if x.device.type == "meta" or (_torch.is_fake(x) and not _torch.function_mode_on()):
         return zeros_connected(tuple(x.shape), x.dtype, every)
     if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
         return _kept(function.whole(x, index, weights, *parameters, *shared), x, every)
     t, k = index.shape
-    work = x.to(_cast(x))
+    kind = _cast(x)
     place = homes.places(index).view(-1)
     order = place.argsort(stable=True)
-    way = _Way.make(place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * work.itemsize)
+    way = _Way.make(place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * kind.itemsize)
     order = order[: sum(way.sent)]  # the rest has no expert here
-    rows = work.index_select(0, order // max(k, 1))
+    rows = x.to(kind).index_select(0, order // max(k, 1))
     rows = way.there(rows)
     results = way.back(_computed(function, rows, way.counts, parameters, shared))
     each = results.new_zeros(t * k, x.shape[1]).index_copy(0, order, results).view(t, k, x.shape[1])
