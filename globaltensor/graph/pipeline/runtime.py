@@ -121,6 +121,7 @@ class Pipeline:
             start = self._now()
             stage.backward_weight(micro)
             self._done(action, start)
+            self._transfer.collect()
             return
         grads: dict[int, Tensor] = {}
         for route in self._back[number]:

@@ -1,0 +1,143 @@
+"""What crosses the borders between stages: values and gradients for any two layouts, and edges of every kind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bodies import values
+from support.pool import Pool, RanksFailed
+from torch import Tensor
+
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
+from globaltensor.graph.pipeline import Edge, Pipeline, Stage, schedule
+from globaltensor.placement import Placement
+from globaltensor.sbp import broadcast, partial_sum, split
+from globaltensor.spec import Spec
+
+F64, SHAPE = torch.float64, (5, 3)
+SOURCES = [[0], [1, 0], [0, 1, 2], [[0, 1], [2, 3]]]
+TARGETS = [[4], [4, 5], [[4, 5]], [[4], [5]], [0, 1], [3, 1, 5], [[2, 3], [4, 0]]]
+
+
+def layouts(ranks: list[Any], shape: tuple[int, ...] = SHAPE) -> list[Spec]:
+    where = Placement("cpu", ranks)
+    return [Spec.make(shape, F64, where, row) for row in itertools.product([broadcast, split(0), split(1)], repeat=where.axes)]
+
+
+PAIRS = [(a, b) for left, right in itertools.product(SOURCES, TARGETS) for a, b in itertools.product(layouts(left), layouts(right))]
+
+
+def part(t: Tensor, spec: Spec, rank: int) -> Tensor:
+    offsets, lengths = spec.box(rank)
+    return t[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
+
+def cross(src: Spec, dst: Spec) -> Tensor | None:
+    """A leaf that lies as ``src`` goes to the next stage, which weighs it up -> this rank's part of the leaf's gradient."""
+    rank, c, placements = world().rank, values(*SHAPE, seed=1), [src.placement, dst.placement]
+    leaf = part(values(*SHAPE), src, rank).clone().requires_grad_() if src.placement.coordinate(rank) is not None else None
+    loss = Spec.make((), F64, dst.placement, [partial_sum if e.is_split else broadcast for e in dst.layout])
+
+    def weigh(x: Tensor) -> tuple[Tensor, ...]:
+        torch.testing.assert_close(x, part(values(*SHAPE), dst, rank), rtol=0, atol=0)
+        return ((x * part(c, dst, rank)).sum(),)
+
+    stages = {}
+    if leaf is not None:
+        stages[0] = Stage(lambda: (leaf * 1,))
+    if dst.placement.coordinate(rank) is not None:
+        stages[1] = Stage(weigh, [0], (0, loss))
+    lanes = (0, 0) if set(src.placement.flat) & set(dst.placement.flat) else (0, 1)
+    Pipeline(stages, placements, [Edge(0, 0, 1, 0, src, dst, True)], schedule("gpipe", lanes, 2)).run()
+    return None if leaf is None else leaf.grad
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_values_and_gradients_cross_between_any_layouts(chunk: int) -> None:
+    pairs = random.Random(chunk).sample(PAIRS, 25)
+    found = simulate(6, lambda: [cross(a, b) for a, b in pairs])
+    for i, (src, dst) in enumerate(pairs):
+        total = torch.zeros(SHAPE, dtype=F64)
+        for rank in src.placement.flat:
+            part(total, src, rank).add_(found[rank][i])
+        torch.testing.assert_close(total, 2 * values(*SHAPE, seed=1), msg=lambda text, pair=(src, dst): f"{pair}: {text}")
+
+
+def on(rank: int, shape: tuple[int, ...], dtype: torch.dtype = F64) -> Spec:
+    return Spec.make(shape, dtype, Placement("cpu", [rank]), broadcast)
+
+
+def test_masks_numbers_and_weights_cross_too() -> None:
+    """An integer mask, a 0-dim tensor, a weight that two stages share, an input that a stage does not use, and losses of two stages."""
+    embedding, ids = values(7, 4), torch.tensor([0, 3, 3, 6])
+
+    def model(weight: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = weight[ids], weight.mean()
+        return (x * scale) @ weight.t() * (ids > 1).unsqueeze(1), x.square().sum()
+
+    whole = embedding.clone().requires_grad_()
+    out, first = model(whole)
+    (0.5 * 2 * (out.square().sum() + first)).backward()  # two micro-batches, half of each
+
+    def run() -> Any:
+        rank = world().rank
+        weight = embedding.clone().requires_grad_()
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((4, 4), F64), ((), F64), ((7, 4), F64), ((4,), torch.int64)]
+        edges = [Edge(-1, 0, 0, 0, on(0, (4,), torch.int64), on(0, (4,), torch.int64), False)]
+        edges += [Edge(0, i, 1, i, on(0, *s), on(1, *s), s[1] is F64) for i, s in enumerate(shapes)]
+        edges.append(Edge(0, 0, 1, 4, on(0, *shapes[0]), on(1, *shapes[0]), True))  # the same output again, for nothing
+
+        def start(ids: Tensor) -> tuple[Tensor, ...]:
+            x = weight[ids]
+            return x, weight.mean(), weight, ids, x.square().sum()
+
+        def end(x: Tensor, scale: Tensor, weight: Tensor, ids: Tensor, unused: Tensor) -> tuple[Tensor, ...]:
+            return (((x * scale) @ weight.t() * (ids > 1).unsqueeze(1)).square().sum(),)
+
+        stages = [Stage(start, [], (4, on(0, ()))), Stage(end, [0, 1, 2, 4], (0, on(1, ())))]
+        pipeline = Pipeline({rank: stages[rank]}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 2))
+        found = pipeline.run({0: [{0: ids}] * 2} if rank == 0 else None, 0.5)
+        return [row[4 if rank == 0 else 0] for row in found[rank]], weight.grad
+
+    (firsts, grad), (lasts, _) = simulate(2, run)
+    torch.testing.assert_close(grad, whole.grad)
+    assert [float(t) for t in firsts] == pytest.approx([float(first.detach())] * 2)
+    assert [float(t) for t in lasts] == pytest.approx([float(out.detach().square().sum())] * 2)
+
+
+def test_a_stage_whose_weights_are_frozen_lets_gradients_pass() -> None:
+    w = values(3, 3)
+
+    def run() -> Any:
+        rank = world().rank
+        leaf = torch.nn.Parameter(values(3, seed=1))
+        functions: list[Callable[..., tuple[Tensor, ...]]] = [lambda: (leaf * 2,), lambda x: (x @ w,), lambda x: (x.sum(),)]
+        edges = [Edge(k, 0, k + 1, 0, on(k, (3,)), on(k + 1, (3,)), True) for k in (0, 1)]
+        stage = Stage(functions[rank], [] if rank == 0 else [0], (0, on(2, ())) if rank == 2 else None)
+        Pipeline({rank: stage}, [Placement("cpu", [r]) for r in range(3)], edges, schedule("zb-h1", (0, 1, 2), 3)).run()
+        return leaf.grad
+
+    torch.testing.assert_close(simulate(3, run)[0], 3 * 2 * w.sum(1))
+
+
+def hangs() -> None:
+    rank = world().rank
+    stage = Stage(lambda: (torch.ones(3, dtype=F64, requires_grad=True) * 2,)) if rank == 0 else Stage(lambda x: (x.sum(),), [0], (0, on(1, ())))
+    edges = [Edge(0, 0, 1, 0, on(0, (3,)), on(1, (3,)), True)]
+    pipeline = Pipeline({rank: stage}, [Placement("cpu", [r]) for r in (0, 1)], edges, schedule("1f1b", (0, 1), 3))
+    if rank == 1:
+        time.sleep(30)
+    pipeline.run()
+
+
+def test_a_rank_that_hangs_is_named(fresh_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "3")
+    with pytest.raises(RanksFailed, match="stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"):
+        fresh_pool(2).run(hangs, timeout=25.0)
