@@ -15,12 +15,12 @@ from torch import fx
 from .. import _torch
 from ..dispatch import fresh_plans
 from ..distributed.world import set_world, world
-from ..plans import replaced, tensors_in
 from ..reducer import reducer
 from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .errors import GraphError
+from .nest import replaced, tensors_in
 from .record import DryWorld, Local, Logical
 
 __all__ = ["Captured", "Result", "capture"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..plans import replaced, tensors_in
 from ..wrapper import GlobalTensor
 from .errors import GraphError
+from .nest import replaced, tensors_in
 
 __all__ = ["join", "split"]
 
