@@ -23,6 +23,7 @@ from ..dispatch import call
 from ..distributed.comm import Comm
 from ..distributed.world import World
 from ..plans import tensors_in
+from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .errors import GraphError
@@ -98,6 +99,7 @@ class Recorder(TorchFunctionMode):
         self.path: list[str] = []  # of modules being run
         self.stage: int | None = None
         self.region: int | None = None  # of nodes to be recomputed in backward
+        self.call = 0  # number of the user's call that is being run
         self._last: fx.Node | None = None  # placeholder
 
     # Nodes
@@ -126,7 +128,7 @@ class Recorder(TorchFunctionMode):
             made = self.graph.call_method(target, args, kwargs)
         else:
             made = self.graph.call_function(target, args, kwargs)
-        made.meta.update(val=value, effect=effect, calls=calls, module=".".join(self.path), stage=self.stage, region=self.region)
+        made.meta.update(val=value, effect=effect, calls=calls, module=".".join(self.path), stage=self.stage, region=self.region, call=self.call)
         self.learn(value, made)
         return made
 
@@ -363,12 +365,15 @@ class Logical(Recorder):
         super().__init__(fake)
         self.local = local
         self.names = names  # id of a parameter or buffer -> its path
+        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
+        self.call = self.local.call = self.call + 1
         with self.local:
             out = func(*args, **kwargs)
+        self.values(out)
         if self._beneath(args) or self._beneath(kwargs):
             return out
         name = getattr(func, "__name__", "")
@@ -379,6 +384,15 @@ class Logical(Recorder):
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
         node.meta["where"] = _line()
         return out
+
+    def values(self, out: Any) -> None:
+        """Number what a call gives: the same numbers on every rank, where names of local nodes may differ."""
+        for t in tensors_in(out, []):
+            if isinstance(t, GlobalTensor):
+                node = self.local.known.get(id(settle(t)._local))
+                if node is not None and "value" not in node.meta:
+                    self.count += 1
+                    node.meta.update(value=self.count, spec=t._spec)
 
     def _beneath(self, given: Any) -> bool:
         """Whether a call is on local parts of global tensors: part of what some function of ours does."""
