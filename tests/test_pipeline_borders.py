@@ -14,9 +14,12 @@ from support.bodies import values
 from support.pool import Pool, RanksFailed
 from torch import Tensor
 
+import globaltensor as flow
+from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.graph.pipeline import Edge, Pipeline, Stage, schedule
+from globaltensor.graph.pipeline import Action, Edge, Pipeline, Schedule, Stage, schedule
+from globaltensor.graph.pipeline.deferred import linear
 from globaltensor.placement import Placement
 from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.spec import Spec
@@ -141,3 +144,31 @@ def test_a_rank_that_hangs_is_named(fresh_pool: Callable[[int], Pool], monkeypat
     monkeypatch.setenv("GLOBALTENSOR_TIMEOUT", "3")
     with pytest.raises(RanksFailed, match="stage 0 waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"):
         fresh_pool(2).run(hangs, timeout=25.0)
+
+
+def test_gradients_of_global_parameters_are_summed_once_after_the_run() -> None:
+    w = values(3, 3)
+
+    def run() -> tuple[list[str], list[str], Any]:
+        rank, where = world().rank, Placement("cpu", [0, 1])
+        rows = Spec.make((5, 3), F64, where, split(0))
+        weight = torch.nn.Parameter(flow.tensor(w.tolist(), dtype=F64, placement=where, sbp=broadcast))
+
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            return (linear(x.tanh(), weight._local).square().sum(),)
+
+        loss = Spec.make((), F64, where, partial_sum)
+        edges = [Edge(-1, 0, 0, 0, rows, rows, False)]
+        by_hand = Schedule("by hand", 1, 2, (tuple(Action(kind, 0, m) for m in (0, 1) for kind in "FIW"),), (0,))
+        pipeline = Pipeline({0: Stage(function, [], (0, loss))}, [where], edges, by_hand)
+        with comms() as during:
+            pipeline.run({0: [{0: part(values(5, 3, seed=m), rows, rank)} for m in (0, 1)]}, 0.5)
+        with comms() as after:
+            grad = weight.grad.to_local()
+        return [t.kind for t in during], [t.kind for t in after], grad.clone()
+
+    leaf = w.clone().requires_grad_()
+    sum(0.5 * torch.nn.functional.linear(values(5, 3, seed=m).tanh(), leaf).square().sum() for m in (0, 1)).backward()  # type: ignore[union-attr]
+    for during, after, grad in simulate(2, run):
+        assert (during, after) == ([], ["all_reduce"])
+        torch.testing.assert_close(grad, leaf.grad)
