@@ -11,7 +11,7 @@ import contextlib
 import math
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from .errors import GlobalTensorError
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
-__all__ = ["LeafGradient", "Reducer", "attach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "summed", "watch"]
+__all__ = ["LeafGradient", "Reducer", "attach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch"]
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
@@ -253,6 +253,17 @@ def reducer() -> Reducer:
     if found is None:
         found = _REDUCERS[here] = Reducer()
     return found
+
+
+def settle(leaves: Iterable[torch.Tensor]) -> None:
+    """Sum over the ranks, in buckets, what has been deferred for these leaves; in one order on all ranks."""
+    here = reducer()
+    here.queued = True
+    for leaf in leaves:
+        pending = leaf._leaf if isinstance(leaf, GlobalTensor) else None
+        if pending is not None and pending.local.grad is not None:
+            here.add(pending)
+    here.finish()
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from ..distributed.world import world
 from ..errors import noted
-from ..plans import replaced, tensors_in
-from ..reducer import reducer
+from ..placement import Placement
+from ..reducer import reducer, settle
 from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .blocks import GraphModule, Proxy
@@ -26,6 +26,8 @@ from .capture import Captured, Result, capture
 from .config import Config
 from .errors import GraphError
 from .micro import join, split
+from .nest import replaced, skeleton, tensors_in
+from .pipeline.staged import Staged
 from .program import Program, reader
 from .record import Logical
 
@@ -44,8 +46,28 @@ class _Optimizer:
 class Built:
     """What the graph knows for one shape of its inputs."""
 
-    def __init__(self, captured: Captured, program: Program) -> None:
-        self.captured, self.program = captured, program
+    def __init__(self, captured: Captured, program: Program | None, staged: Staged | None) -> None:
+        self.captured, self.program, self.staged = captured, program, staged
+
+    def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
+        """The results of each micro-batch; gradients are summed over the ranks in the last one."""
+        if self.staged is not None:
+            outs: Any = self.staged(micros, scale)
+        else:
+            outs, here = [], reducer()
+            for i, inputs in enumerate(micros):
+                early = training and i < len(micros) - 1
+                here.deferred += early
+                try:
+                    outs.append(self.program(inputs, scale))  # type: ignore[misc]
+                finally:
+                    here.deferred -= early
+        return [_filled(self.captured.structure, iter(out)) for out in outs]
+
+    @property
+    def module(self) -> Any:
+        """The fx module of this rank; of several stages, a module that holds theirs."""
+        return self.program.module if self.program is not None else self.staged.module  # type: ignore[union-attr]
 
 
 class Graph:
@@ -212,17 +234,10 @@ class Graph:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
         self._attach()
         micros = split(args, kwargs, self.config.accumulation if self.training else 1)
-        built = self._for(*micros[0])
+        built = self._for(*micros[0], len(micros))
         with torch.set_grad_enabled(self.training):
-            if not self.training:
-                outs = [self._run(built, inputs, 1.0) for inputs in map(_inputs, micros)]
-            else:
-                outs = self._step(built, micros)
+            outs = self._step(built, micros) if self.training else built.run(list(map(_inputs, micros)), 1.0, False)
         return join(outs)
-
-    def _run(self, built: Built, inputs: list[torch.Tensor], scale: float) -> Any:
-        found = iter(built.program(inputs, scale))
-        return _filled(built.captured.structure, found)
 
     def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""
@@ -230,14 +245,9 @@ class Graph:
         scale = 1.0 / len(micros)
         if self._scaler is not None:
             scale *= float(self._scaler.scale(torch.ones(())))
-        outs, here = [], reducer()
-        for i, inputs in enumerate(map(_inputs, micros)):
-            last = i == len(micros) - 1
-            here.deferred += not last
-            try:
-                outs.append(self._run(built, inputs, scale))
-            finally:
-                here.deferred -= not last
+        outs = built.run(list(map(_inputs, micros)), scale, True)
+        if built.staged is not None:
+            settle(self._parameters())
         for entry in self._optimizers:
             if self._scaler is None:
                 entry.optimizer.step()
@@ -255,9 +265,12 @@ class Graph:
     def _clear(self) -> None:
         for entry in self._optimizers:
             entry.optimizer.zero_grad(set_to_none=True)
-        for p in self._owners():
-            if p.requires_grad and p.grad is not None:
-                p.grad = None
+        for p in self._parameters():
+            p.grad = None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those that get gradients, each once."""
+        return list({id(p): p for module in self._modules.values() for p in module.parameters() if p.requires_grad}.values())
 
     def _owners(self) -> Iterator[torch.Tensor]:
         for module in self._modules.values():
@@ -275,14 +288,14 @@ class Graph:
         wanted = tuple(p.requires_grad for p in self._owners())
         return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, tuple(map(str, _autocast_now())))
 
-    def _for(self, args: Any, kwargs: Any) -> Built:
+    def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
         try:
             found = self._built.get(key)
         except TypeError as error:
             raise GraphError(f"{self.name}: the arguments of a graph are tensors and values that can be compared (numbers, strings, None): {error}") from None
         if found is None:
-            found = self._built[key] = self._build(args, kwargs)
+            found = self._built[key] = self._build(args, kwargs, micros)
             while len(self._built) > max(1, self._size):
                 self._built.popitem(last=False)
         else:
@@ -290,7 +303,7 @@ class Graph:
         self.__dict__["_last"] = found
         return found
 
-    def _build(self, args: Any, kwargs: Any) -> Built:
+    def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
         told: Any = None
         captured: Captured | None = None
         with torch.set_grad_enabled(self.training):
@@ -303,24 +316,50 @@ class Graph:
                 noted(error, f"(while {self.name} was captured)")
                 raise
         self._agree(told, lines)
-        passes.run(captured.program)
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
-        built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name))
-        if self.config.backend is not None:
-            built.program.run = torch.compile(built.program.module, backend=self.config.backend)
-        self._debug.log(self, captured, built.program)
+        stages = self._stages()
+        if len(stages) > 1:
+            given = tensors_in(kwargs, tensors_in(args, []))
+            built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name))
+        else:
+            passes.run(captured.program)
+            built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
+            if self.config.backend is not None:
+                built.program.run = torch.compile(built.program.module, backend=self.config.backend)  # type: ignore[union-attr]
+        self._debug.log(self, captured, built.module)
         return built
+
+    def _stages(self) -> list[Placement]:
+        """Where each stage lies, by the settings of the modules. Raises GraphError where they are not numbered from 0, or one has two placements."""
+        found: dict[int, Placement] = {}
+        for module in self._modules.values():
+            for path, part in module.named_modules():
+                block = self._blocks.get(id(part))
+                if block is None or block.stage_id is None:
+                    continue
+                where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+                if where is None:
+                    raise GraphError(f"{self.name}: {path} is in stage {block.stage_id}, but has no global parameters: say where it lies, set_stage(..., placement)")
+                if found.setdefault(block.stage_id, where) is not where:
+                    raise GraphError(f"{self.name}: stage {block.stage_id} lies on {found[block.stage_id]!r} and, with {path}, on {where!r}: a stage has one placement")
+        if sorted(found) != list(range(len(found))):
+            raise GraphError(f"{self.name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}")
+        return [found[k] for k in range(len(found))]
 
     def _captured(self, args: Any, kwargs: Any) -> Captured:
         self.__dict__["_captures"] += 1
         named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
         kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._owners()} or {"cpu"}
-        with contextlib.ExitStack() as stack:
-            if self.config.amp is not None:
-                for kind in kinds:
-                    stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
-            return capture(self.build, args, kwargs, named, self._watched)
+
+        def build(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                if self.config.amp is not None:
+                    for kind in kinds:
+                        stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
+                return self.build(*args, **kwargs)
+
+        return capture(build, args, kwargs, named, self._watched)
 
     @contextlib.contextmanager
     def _watched(self, logical: Logical) -> Iterator[None]:
@@ -384,7 +423,7 @@ class Graph:
         """This rank's program for the inputs last seen; ``print`` of it is Python. Raises GraphError before the first call."""
         if self._last is None:
             raise GraphError(f"{self.name} has no program yet: it is built at the first call")
-        return self._last.program.module  # type: ignore[no-any-return]
+        return self._last.module  # type: ignore[no-any-return]
 
     def logical(self) -> fx.Graph:
         """The captured graph of the inputs last seen: torch functions on tensors of global shape, the same on every rank."""
@@ -402,15 +441,7 @@ def _autocast_now() -> list[Any]:
 
 def _shape_of(value: Any) -> Any:
     """What of a nest of inputs a program depends on."""
-    if isinstance(value, GlobalTensor):
-        return value._spec, value.requires_grad
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
-    if isinstance(value, (tuple, list)):
-        return (type(value), *[_shape_of(v) for v in value])
-    if isinstance(value, dict):
-        return (dict, *[(k, _shape_of(v)) for k, v in value.items()])
-    return type(value), value
+    return skeleton(value, lambda t: (t._spec if isinstance(t, GlobalTensor) else (tuple(t.shape), t.dtype, t.device), t.requires_grad))
 
 
 def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
@@ -420,12 +451,8 @@ def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
 
 def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
     """build()'s result with this run's tensors in it."""
-    if isinstance(structure, Result):
+    outs = []
+    for result in tensors_in(structure, [], Result):
         local = next(found).detach()
-        return GlobalTensor.wrap(local, structure.spec) if structure.spec is not None else local
-    if isinstance(structure, (tuple, list)):
-        parts = [_filled(v, found) for v in structure]
-        return type(structure)(*parts) if isinstance(getattr(structure, "_fields", None), tuple) else type(structure)(parts)
-    if isinstance(structure, dict):
-        return type(structure)((k, _filled(v, found)) for k, v in structure.items())
-    return structure
+        outs.append(local if result.spec is None else GlobalTensor.wrap(local, result.spec))
+    return replaced(structure, iter(outs), Result)

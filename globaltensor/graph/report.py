@@ -99,13 +99,13 @@ class Debug:
         here = world().rank
         return here == 0 if self.ranks is None else self.ranks == -1 or here in ([self.ranks] if isinstance(self.ranks, int) else list(self.ranks))
 
-    def log(self, graph: Any, captured: Any, program: Any) -> None:
+    def log(self, graph: Any, captured: Any, module: Any) -> None:
         """Tell of a graph that has just been built."""
         if not self.wanted():
             return
         prefix = f"[rank {world().rank}] {graph.name}"
         calls = sum(bool(n.meta.get("calls")) for n in captured.logical.nodes)
-        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), len(program.module.graph.nodes))
+        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), sum(len(m.graph.nodes) for m in module.modules() if isinstance(m, fx.GraphModule)))
         if self.level >= 1:
             log.warning("%s\n%s", prefix, describe(graph))
         if self.level >= 2:
@@ -113,4 +113,4 @@ class Debug:
                 where = f"   ({node.meta['where']})" if self.with_stack and node.meta.get("where") else ""
                 log.warning("%s %s%s", prefix, _line(node), where)
         if self.level >= 3:
-            log.warning("%s program:\n%s", prefix, program.module.code)
+            log.warning("%s program:\n%s", prefix, module.code)
