@@ -84,8 +84,10 @@ class _Shares:
             for p, shard in self.alone:
                 ranks, whole = shard.ranks(rank), p._local.detach()
                 world().comm(ranks).all_gather_into(self.parts[id(p)], [math.prod(shard.local_shape(r)) for r in ranks], whole.view(-1))
-                torch.autograd.graph.increment_version(p._local)
-            for members, flat in self.flats:
+                torch.autograd.graph.increment_version(p._local)  # its memory was written past autograd
+            self.parts.clear()
+            while self.flats:
+                members, flat = self.flats.pop(0)
                 ranks = members[0][1].ranks(rank)
                 numels = [sum(math.prod(shard.local_shape(r)) for _, shard in members) for r in ranks]
                 wholes = [p._local.detach() for p, _ in members]

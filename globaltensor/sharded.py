@@ -29,7 +29,7 @@ __all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "imm
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
 UNDER_WAY = 1  # buckets of gradients
 MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
-LEAST_BYTES = 64 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
+LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
 
 
 Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
@@ -60,7 +60,7 @@ class Sharding:
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
         self.freed = 0
-        self.largest = LEAST_BYTES  # bytes of the largest parameter gathered so far
+        self.largest = 0  # bytes of the largest parameter gathered so far
         self.alive: dict[int, Use] = {}  # gathered under freed(), by their storage
         self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
@@ -75,7 +75,7 @@ class Sharding:
 
     def most(self, freed: bool) -> int:
         """Bytes of a bucket."""
-        return min(self.largest, BUCKET_BYTES) if freed else BUCKET_BYTES
+        return min(max(self.largest, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
 
 
 _STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
@@ -330,7 +330,7 @@ def freed() -> Iterator[None]:
     """Parameters gathered in the block are let go of after each use, and gathered again when backward needs them: autograd keeps a note instead.
 
     For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in the block, backward in it or after it. Of gathered
-    parameters and their gradients a rank then has about two buckets at a time, each as large as the largest parameter; without, autograd keeps them all.
+    parameters, and of their gradients, a rank then has a bucket or two at a time, as large as the largest parameter; without, autograd keeps them all.
     It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that an op makes and keeps (autocast's) is not let go of.
     The parameters must not change before backward has used them: RuntimeError, as for any tensor that autograd keeps.
 

@@ -25,7 +25,7 @@ from ..wrapper import GlobalTensor
 
 __all__ = ["Zero", "ZeroError", "shares_of"]
 
-LEAST_BYTES, MOST_BYTES = 64 << 10, 25 << 20  # of a bucket of gradients: as large as the largest parameter, within these
+LEAST_BYTES, MOST_BYTES = 128 << 10, 25 << 20  # of a bucket of gradients: as large as the largest parameter, within these
 
 
 class ZeroError(GlobalTensorError):
@@ -98,7 +98,7 @@ class Zero:
     def attach(self) -> Zero:
         """Share out what there is, and from now on; returns itself. Collective. Parameters that other ones of these hold are left to them."""
         leaves: list[LeafGradient] = []
-        largest = LEAST_BYTES
+        largest = 0
         for p in self.parameters():
             shares = shares_of(p._spec, self.shard_min_size)
             if shares is None or p._shard is not None or isinstance(p._spec, Stored) or not p._local.is_leaf:
@@ -117,7 +117,7 @@ class Zero:
                     leaves.append(p._leaf)
                 largest = max(largest, math.prod(shares.shown.local_shape(p.placement.flat[0])) * p.dtype.itemsize)
                 p.grad = grad
-        reducer().expect(leaves, min(largest, MOST_BYTES))
+        reducer().expect(leaves, min(max(largest, LEAST_BYTES), MOST_BYTES))
         self._relay()
         return self
 
