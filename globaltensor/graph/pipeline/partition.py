@@ -50,7 +50,8 @@ class Part:
     inputs: dict[Key, fx.Node] = field(default_factory=dict)
     outputs: list[Key] = field(default_factory=list)
     loss: tuple[int, Spec] | None = None
-    last: fx.Node | None = None
+    entry: fx.Node | None = None  # the last input in the program
+    last: fx.Node | None = None  # the last state
     now: tuple[Any, Any] = (None, None)
 
 
@@ -193,12 +194,14 @@ class _Cutter:
         return made
 
     def _placeholder(self, part: Part, node: fx.Node | None, name: str) -> fx.Node:
-        graph = part.graph
-        first = next(iter(graph.nodes), None)
-        with graph.inserting_after(part.last) if part.last is not None else graph.inserting_before(first):
-            made = part.last = graph.placeholder(name)
-        if node is not None:
-            made.meta = dict(node.meta)
+        """An input of the stage's program (``node`` None), or a state; inputs come first."""
+        graph, after = part.graph, part.entry if node is None or part.last is None else part.last
+        with graph.inserting_after(after) if after is not None else graph.inserting_before(next(iter(graph.nodes), None)):
+            made = graph.placeholder(name)
+        if node is None:
+            part.entry = made
+        else:
+            part.last, made.meta = made, dict(node.meta)
         return made
 
     def _input(self, node: fx.Node, part: Part) -> fx.Node:
