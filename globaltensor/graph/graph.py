@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from .. import sharded
 from ..distributed.world import world
 from ..errors import noted
 from ..placement import Placement
@@ -25,11 +26,13 @@ from .blocks import GraphModule, Proxy
 from .capture import Captured, Result, capture
 from .config import Config
 from .errors import GraphError
+from .kept import kept
 from .micro import join, split
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
 from .program import Program, reader
-from .record import Logical
+from .record import INSIDE, Left, Logical
+from .zero import Zero
 
 __all__ = ["Graph"]
 
@@ -98,7 +101,7 @@ class Graph:
             _built=OrderedDict(),
             _size=10,
             _steps=0,
-            _zero=None,
+            _shared=(None, None),  # ZeRO: its settings, and what carries them out
             _last=None,
             _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
             _captures=0,
@@ -245,7 +248,8 @@ class Graph:
         scale = 1.0 / len(micros)
         if self._scaler is not None:
             scale *= float(self._scaler.scale(torch.ones(())))
-        outs = built.run(list(map(_inputs, micros)), scale, True)
+        with sharded.freed() if self._shared[0] is not None and self._shared[0][0] == 3 else contextlib.nullcontext():
+            outs = built.run(list(map(_inputs, micros)), scale, True)
         if built.staged is not None:
             settle(self._parameters())
         for entry in self._optimizers:
@@ -278,13 +282,21 @@ class Graph:
             yield from module.buffers()
 
     def _attach(self) -> None:
-        """Before the first step: ZeRO."""
+        """ZeRO, as the settings are now."""
+        wanted = self.config.zero if self.training else None
+        if wanted == self._shared[0]:
+            return
+        if self._shared[1] is not None:
+            self._shared[1].detach()
+        zero = None if wanted is None else Zero([entry.optimizer for entry in self._optimizers], wanted[0], wanted[1]).attach()
+        self.__dict__["_shared"] = (wanted, zero)
 
     # Building
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         flags = tuple(m.training for module in self._modules.values() for m in module.modules())
-        where = tuple(p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device) for p in self._owners())
+        # Which tensors they are, too: a parameter may have been replaced. The programs keep those they read, so no other gets their id.
+        where = tuple((id(p), p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device)) for p in self._owners())
         wanted = tuple(p.requires_grad for p in self._owners())
         return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, tuple(map(str, _autocast_now())))
 
@@ -312,21 +324,23 @@ class Graph:
                 lines = report.lines(captured.logical)
                 told = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             except Exception as error:
-                self._agree(error)
+                if not isinstance(error, Left):
+                    self._agree(error)
                 noted(error, f"(while {self.name} was captured)")
                 raise
         self._agree(told, lines)
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         stages = self._stages()
+        if self.config.memory is not None:
+            passes.choose(captured.program, self.config.memory)
         if len(stages) > 1:
             given = tensors_in(kwargs, tensors_in(args, []))
-            built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name))
+            built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name, self.config.backend))
         else:
             passes.run(captured.program)
+            passes.lower(captured.program, captured.constants, self.config.backend)
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
-            if self.config.backend is not None:
-                built.program.run = torch.compile(built.program.module, backend=self.config.backend)  # type: ignore[union-attr]
         self._debug.log(self, captured, built.module)
         return built
 
@@ -394,7 +408,8 @@ class Graph:
             for path, part in module.named_modules():
                 around(f"{name}.{path}".rstrip("."), self._blocks.get(id(part)), part)
         try:
-            yield
+            with kept(self._modules):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -407,6 +422,11 @@ class Graph:
         comm = here.comm(tuple(range(here.size)))
         mine = f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told
         everyone = comm.all_gather_object((isinstance(told, Exception), mine))
+        inside = [r for r, (what, _) in enumerate(everyone) if what == INSIDE]
+        if inside:
+            if isinstance(told, Exception):
+                return
+            raise GraphError(f"{self.name}: this rank has run build() to its end, but rank {inside[0]} asks there what the others hold: build() must do the same on every rank")
         failed = [r for r, (bad, _) in enumerate(everyone) if bad]
         if failed:
             if not isinstance(told, Exception):
