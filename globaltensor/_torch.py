@@ -231,3 +231,45 @@ def is_fake(t: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(t, FakeTensor)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Any:
+    """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values that a recorder needs now."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with without_function_modes(), unset_fake_temporarily():
+        yield
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def watch_checkpoints(region: Any) -> None:
+    """Where ``region()`` gives a context, calls of torch.utils.checkpoint run their function in it, and do nothing else; elsewhere they are as torch made them.
+
+    Models have taken the function `checkpoint` under names of their own; these are the two ways it goes from there.
+    """
+    import torch.utils.checkpoint as home
+
+    original, reentrant = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = region()
+        if inside is None:
+            yield from original(function, *args, **kwargs)
+        else:
+            with inside:
+                yield
+
+    def apply(function: Any, preserve: Any, *args: Any) -> Any:
+        inside = region()
+        if inside is None:
+            return super(reentrant, reentrant).apply(function, preserve, *args)  # type: ignore[misc]
+        with inside:
+            return function(*args)
+
+    home._checkpoint_without_reentrant_generator = generator
+    reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]

@@ -6,6 +6,7 @@ windows) are computed whole on every rank, so that they are torch's to the bit. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from .errors import PlacementError, SbpError
 from .placement import Placement
 from .sbp import Sbp, broadcast
 from .spec import Spec
+from .visible import visible
 from .wrapper import GlobalTensor, placeholder
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -186,6 +188,10 @@ def _creator(name: str) -> Callable[..., Any]:
     def create(*args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
         if placement is None and sbp is None:
             return plain(*args, **kwargs)
+        return make(*args, placement=placement, sbp=sbp, **kwargs)
+
+    @functools.partial(visible, name=name, method=False)
+    def make(*args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
         return _create(name, args, kwargs, placement, sbp)
 
     create.__name__ = create.__qualname__ = name
@@ -257,6 +263,10 @@ def _like_creator(name: str) -> Callable[..., Any]:
     def create(x: Tensor, *args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
         if placement is None and sbp is None:
             return plain(x, *args, **kwargs)
+        return make(x, *args, placement=placement, sbp=sbp, **kwargs)
+
+    @functools.partial(visible, name=name, method=False)
+    def make(x: Tensor, *args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
         return _like(name, x, args, kwargs, placement, sbp)
 
     create.__name__ = create.__qualname__ = name
@@ -293,7 +303,8 @@ def _method(name: str) -> Callable[..., Any]:
     def new(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
         return _new(name, self, args, kwargs)
 
-    new.__name__, new.__doc__ = name, f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless ``placement`` and ``sbp`` are given."
+    new = visible(new, name)
+    new.__doc__ = f"``torch.Tensor.{name}``: on the placement of this tensor, broadcast, unless ``placement`` and ``sbp`` are given."
     return new
 
 

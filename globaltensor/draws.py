@@ -28,7 +28,7 @@ from .distributed.simulate import SimulatedWorld
 from .distributed.world import world
 from .errors import InplaceError, PlacementError, WorldError
 from .spec import Spec
-from .visible import shown
+from .visible import shown, visible
 from .wrapper import GlobalTensor, placeholder
 
 __all__ = ["FILLS", "HANDLERS", "Fill", "draw", "filled", "holds", "masked", "part", "run", "skip"]
@@ -162,10 +162,11 @@ def _in_blocks(name: str, dtype: torch.dtype) -> bool:
     # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and exponential_ seed a stream of their own once a call.
     fill, n = Fill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
     a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
-    for start, length in _blocks(n):
-        fill(pieces[start : start + length], b)
-    return torch.equal(whole, pieces) and torch.equal(a.get_state(), b.get_state())
+    with _torch.real_tensors():
+        whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
+        for start, length in _blocks(n):
+            fill(pieces[start : start + length], b)
+        return torch.equal(whole, pieces) and torch.equal(a.get_state(), b.get_state())
 
 
 def _blocks(n: int) -> Iterator[tuple[int, int]]:
@@ -177,6 +178,7 @@ def _blocks(n: int) -> Iterator[tuple[int, int]]:
     yield start, n - start
 
 
+@visible
 def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> Tensor:
     """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside the placement.
 

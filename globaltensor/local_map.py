@@ -16,6 +16,7 @@ from .placement import Placement
 from .plans import replaced, tensors_in
 from .reducer import watch
 from .sbp import Sbp, as_layout
+from .visible import visible
 from .wrapper import GlobalTensor, placeholder
 
 __all__ = ["local_map"]
@@ -38,7 +39,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
 
     name = getattr(function, "__name__", type(function).__name__)  # a module or a partial has none
 
-    @functools.wraps(function)
+    @functools.partial(visible, name="local_map", method=False)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         where = placement or next((t.placement for t in tensors if isinstance(t, GlobalTensor)), None)
@@ -59,7 +60,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
         out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
         return _wrapped(out, out_sbp, where, inside)
 
-    return run
+    return functools.wraps(function)(lambda *args, **kwargs: run(*args, **kwargs))
 
 
 def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:

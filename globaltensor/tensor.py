@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     return local
 
 
-@visible
+@functools.partial(visible, name="to_global")
 def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp: Any = None, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
     """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the placement must call too.
 

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from . import _torch
 
-__all__ = ["SEEN", "apply", "shown", "visible"]
+__all__ = ["FUNCTIONS", "SEEN", "apply", "shown", "visible"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,11 +20,12 @@ def shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return handle_torch_function(function, (), *args, **kwargs)
 
 
-#: Functions that `visible` has made.
+#: Functions that `visible` has made; and those among them that are no methods of tensors.
 SEEN: set[Callable[..., Any]] = set()
+FUNCTIONS: set[Callable[..., Any]] = set()
 
 
-def visible(function: Function, name: str = "") -> Function:
+def visible(function: Function, name: str = "", method: bool = True) -> Function:
     """A function that modes see as they see torch's own; its body is ``__wrapped__``."""
 
     @functools.wraps(function)
@@ -36,6 +37,8 @@ def visible(function: Function, name: str = "") -> Function:
     if name:
         seen.__name__ = name
     SEEN.add(seen)
+    if not method:
+        FUNCTIONS.add(seen)
     return cast(Function, seen)
 
 

@@ -1,4 +1,4 @@
-"""What a graph takes and gives: tensors in nests of tuples, lists, dicts, dataclasses and other objects that hold tensors (a batch, a model's output, a cache)."""
+"""What a graph takes and gives: nests of tuples, lists, dicts, dataclasses and other objects that hold tensors (a batch, a model's output, a cache)."""
 
 from __future__ import annotations
 

@@ -22,10 +22,11 @@ from ..boxing import box
 from ..dispatch import call
 from ..distributed.comm import Comm
 from ..distributed.world import World
-from ..plans import tensors_in
+from ..plans import replaced, tensors_in
 from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
+from .constants import NotConstant, evaluated
 from .errors import GraphError
 from .steps import Boxing, Draw, Gather, Step, autocast, backward, set_grad_enabled
 
@@ -53,6 +54,11 @@ _BASIC = (int, float, bool, complex, str, type(None), torch.dtype, torch.device,
 _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential", "cauchy", "geometric")
 
 
+#: Functions that hand out values, and those that make a tensor from values.
+_READING: Final = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.to_dlpack})
+_MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
+
+
 class Untraceable(Exception):
     """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept whole."""
 
@@ -65,10 +71,25 @@ class _DryComm(Comm):
             raise Untraceable
 
     def all_gather_object(self, value: object) -> list[Any]:
-        raise GraphError(
-            "inside build() ranks cannot tell each other what they hold (to_global of a local tensor exchanges shapes: pass check_meta=False, or make the "
-            "tensor global before the call)"
-        )
+        """What ranks tell each other about shapes they do tell, while they capture: all run build() at the same time."""
+        if len(self.ranks) != self.world.size:
+            raise GraphError(
+                "inside build() some ranks cannot tell each other what they hold (to_global of a local tensor exchanges shapes: pass check_meta=False, or make "
+                "the tensor global before the call)"
+            )
+        with _torch.real_tensors():
+            told = self.world.real.comm(self.ranks).all_gather_object((INSIDE, value))
+        away = [r for r, (what, _) in enumerate(told) if what != INSIDE]
+        if away:
+            raise Left(f"rank {away[0]} has left build(), where this rank asks what the others hold: {told[away[0]][1]}")
+        return [v for _, v in told]
+
+
+INSIDE: Final = "in build()"
+
+
+class Left(GraphError):
+    """Another rank is not in build() any more."""
 
 
 class DryWorld(World):
@@ -76,13 +97,13 @@ class DryWorld(World):
 
     def __init__(self, real: World) -> None:
         super().__init__(real.rank, real.size, real.local_rank, real.node_size)
-        self._real = real
+        self.real = real
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         return _DryComm(self, ranks)
 
     def device(self, type: str) -> torch.device:
-        return self._real.device(type)
+        return self.real.device(type)
 
 
 class Recorder(TorchFunctionMode):
@@ -183,13 +204,16 @@ class Local(Recorder):
         self.rank = rank
         self.names = names  # id of a local part -> the path of the parameter or buffer
         self._fakes: dict[int, torch.Tensor] = {}  # real tensor's id -> its stand-in
+        self._reals: dict[int, torch.Tensor] = {}  # and back
         self._grad, self._cast = torch.is_grad_enabled(), _autocast()
         self._start = self._grad, self._cast
+        self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.special: dict[Any, Callable[..., Any]] = {
             box: self._box,
             visible.apply: self._apply,
             draws.run: self._draw,
+            draws.filled: self._filled,
             functions.applied: self._applied,
             sharded.gathered: self._gathered,
             gradients.run: self._backward,
@@ -240,7 +264,7 @@ class Local(Recorder):
         stand = self.fake.from_tensor(t)
         if stand.requires_grad != t.requires_grad:
             stand.requires_grad_(t.requires_grad)
-        self._fakes[id(t)] = stand
+        self._fakes[id(t)], self._reals[id(stand)] = stand, t
         self.alive.append(t)
         self.states.append(t)
         node = self.placeholder(self.names.get(id(t), "constant").replace(".", "_"), stand)
@@ -270,17 +294,37 @@ class Local(Recorder):
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
         given = tensors_in(kwargs, tensors_in(args, []))
         before = [0 if t.is_inference() else t._version for t in given]
-        out = func(*args, **kwargs)
-        written = any(not t.is_inference() and t._version != v for t, v in zip(given, before, strict=True))
+        try:
+            if func in _READING or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
+                raise _torch.data_dependence()[0](func)
+            out = func(*args, **kwargs)
+        except _torch.data_dependence() as error:
+            try:
+                out = self._constant(func, args, kwargs)
+            except NotConstant:
+                raise error from None
+        if _torch.transforming():
+            raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
         name = getattr(func, "__name__", "")
-        effect = effect or written or name == "__set__" or any(word in name for word in _RANDOM)
+        written = tuple(i for i, (t, v) in enumerate(zip(given, before, strict=True)) if not t.is_inference() and t._version != v)
+        written = written or ((0,) if name == "__set__" else ())
+        effect = effect or bool(written) or any(word in name for word in _RANDOM)
         if not effect and not tensors_in(out, []):
             return out
         self._now()
         if target is None:
             target, args = spelled(func, args)
-        self.node(target, self.arg(args), self.arg(kwargs), out, effect)
-        return out
+        made = self.node(target, self.arg(args), self.arg(kwargs), out, effect)
+        made.meta["writes"] = written  # which of its tensors
+        made.meta["random"] = any(word in name for word in _RANDOM)
+        # x += 1 gives the tensor itself: what the user goes on with, or keeps in a module, is no stand-in
+        outs = tensors_in(out, [])
+        return replaced(out, iter([self._reals.get(id(t), t) for t in outs])) if any(id(t) in self._reals for t in outs) else out
+
+    def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function that wants values, of tensors that follow from the code alone. Raises NotConstant."""
+        out = evaluated(self.graph, self.constants, func, self.arg(args), self.arg(kwargs))
+        return replaced(out, iter([self.fake.from_tensor(t) for t in tensors_in(out, [])]))
 
     def _box(self, local: torch.Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str = "", alias: bool = True) -> torch.Tensor:
         local = self.standing(local)
@@ -293,6 +337,7 @@ class Local(Recorder):
         self._now()
         node = self.node(Boxing(src, dst, grad, why, alias), (self.of(local),), {}, out)
         node.meta["box"] = (src, dst)
+        self.boxed.append((src, dst, why))
         return out
 
     def fake_device(self, dst: Spec, local: torch.Tensor) -> torch.device:
@@ -317,7 +362,7 @@ class Local(Recorder):
                 return function(*args, **kwargs)
         except (Untraceable, *_torch.data_dependence()):
             self._forget(mark)
-            self.known = {i: node for i, node in self.known.items() if i in known or node.op == "placeholder"}
+            self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
         return self.record(function, args, kwargs, Step(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
@@ -330,6 +375,18 @@ class Local(Recorder):
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: Any, coordinate: Any) -> Any:
         return self.record(function, args, kwargs, Draw(function, tuple(coordinate)), True)
 
+    def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
+        inside = self.rank in spec.placement._coordinates
+        device = torch.device(spec.placement.type) if inside else torch.device("cpu")
+        out = self.made(spec.local_shape(self.rank) if inside else (0,), spec.dtype, device, [])
+        if any(isinstance(a, torch.Tensor) for a in (*fill.args, *fill.kwargs.values())):
+            with self:
+                return draws.filled.__wrapped__(spec, fill, generator)  # type: ignore[attr-defined,no-any-return]
+        self._now()
+        step = Step(lambda generator: draws.filled(spec, fill, generator), fill.name)
+        self.node(step, (self.arg(generator),), {}, out, effect=True)
+        return out
+
     def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
         return self.record(function.apply, args, kwargs, Step(function.apply, function.__name__))
 
@@ -340,6 +397,7 @@ class Local(Recorder):
         self._now()
         node = self.node(Gather(leaf, dst, why), (self.of(leaf._local),), {}, out)
         node.meta["box"] = (src, dst)
+        self.boxed.append((src, dst, why))
         return out
 
     def _backward(self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any) -> None:
@@ -380,9 +438,12 @@ class Logical(Recorder):
         written = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("out") is not None
         if not written and not tensors_in(out, []):
             return out
-        target, args = (func.__name__, args) if func in visible.SEEN else spelled(func, args)
+        if func in visible.SEEN:
+            target: Any = func if func in visible.FUNCTIONS else func.__name__
+        else:
+            target, args = spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
-        node.meta["where"] = _line()
+        node.meta.update(where=_line(), modes=(torch.is_grad_enabled(), tuple(_autocast())))
         return out
 
     def values(self, out: Any) -> None:
