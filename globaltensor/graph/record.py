@@ -431,7 +431,7 @@ class Logical(Recorder):
         self.call = self.local.call = self.call + 1
         with self.local:
             out = func(*args, **kwargs)
-        self.values(out)
+            self.values(out)
         if self._beneath(args) or self._beneath(kwargs):
             return out
         name = getattr(func, "__name__", "")
@@ -439,7 +439,7 @@ class Logical(Recorder):
         if not written and not tensors_in(out, []):
             return out
         if func in visible.SEEN:
-            target: Any = func if func in visible.FUNCTIONS else func.__name__
+            target: Any = func if func in visible.ALONE else func.__name__
         else:
             target, args = spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
