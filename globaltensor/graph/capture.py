@@ -19,9 +19,11 @@ from ..reducer import reducer
 from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
+from .checkpoints import marked
 from .errors import GraphError
 from .nest import replaced, tensors_in
 from .record import DryWorld, Local, Logical
+from .single import on_one_device
 
 __all__ = ["Captured", "Result", "capture"]
 
@@ -45,9 +47,12 @@ class Captured:
     inputs: int
     structure: Any  # build's result, tensors replaced by Result
     scaled: bool  # whether there is a backward pass
+    alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
 
 
-def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any]) -> Captured:
+def capture(
+    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any]
+) -> Captured:
     """``args`` and ``kwargs``: the call's inputs, real tensors or `Shape`s. ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
     which modules say when they run. Raises GraphError where the code depends on data."""
     real = world()
@@ -64,7 +69,7 @@ def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
             logical.placeholder(f"input_{i}", s)
         try:
-            with fake, logical, hooks(logical):
+            with fake, logical, marked(logical), hooks(logical):
                 out = build(*args, **kwargs)
         except _torch.data_dependence() as error:
             raise GraphError(_depends(error)) from None
@@ -75,7 +80,8 @@ def capture(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))
     return Captured(
-        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None  # type: ignore[arg-type]
+        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
+        lambda: on_one_device(logical.graph, logical.constants, local.start),
     )
 
 

@@ -27,6 +27,7 @@ from .capture import Captured, Result, capture
 from .config import Config
 from .errors import GraphError
 from .kept import kept
+from .lower import lower
 from .micro import join, split
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
@@ -339,7 +340,7 @@ class Graph:
             built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name, self.config.backend))
         else:
             passes.run(captured.program)
-            passes.lower(captured.program, captured.constants, self.config.backend)
+            lower(captured.program, captured.constants, self.config.backend)
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
         self._debug.log(self, captured, built.module)
         return built
@@ -450,6 +451,14 @@ class Graph:
         if self._last is None:
             raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
         return self._last.captured.logical  # type: ignore[no-any-return]
+
+    def on_one_device(self) -> fx.GraphModule:
+        """The captured graph of the inputs last seen as a module of plain tensors, with copies of the parameters as they are now: for looking, testing, export.
+        It takes the inputs' tensors in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it fills ``.grad`` of its parameters.
+        Collective. Raises GraphError before the first call, and where build() uses what only one rank has (``to_local``)."""
+        if self._last is None:
+            raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
+        return self._last.captured.alone()  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return report.describe(self)

@@ -1,3 +1,3 @@
 """Passes over a program: one file each, from graph to graph, verified after each."""
 
-from .order import PASSES, run, verify
+from .order import PASSES, PLAIN, meetings, run, same, verify

@@ -13,6 +13,7 @@ from ...spec import Spec
 from ...wrapper import placeholder
 from .. import passes
 from ..capture import Captured
+from ..lower import lower
 from ..program import Program, State
 from .check import fitted
 from .deferred import DEFERRED
@@ -44,7 +45,7 @@ class Staged:
 
     def __init__(
         self, captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], states: Sequence[State], micros: int, wanted: Any, credits: int,
-        name: str,
+        name: str, backend: str | None = None,
     ) -> None:  # fmt: skip
         self.captured, self.micros = captured, micros
         made = cut(captured, placements, inputs)
@@ -59,6 +60,7 @@ class Staged:
             if split:
                 defer(part.graph)
             passes.run(part.graph)
+            lower(part.graph, captured.constants, backend)
             program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
             stages[k] = Stage(_runner(program), differentiable, part.loss)

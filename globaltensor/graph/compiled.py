@@ -1,0 +1,163 @@
+"""Compilation: the parts of a program that are torch calls and nothing else, each handed to ``torch.compile``.
+
+Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and changes of states: they stay as they are, so a compiler
+meets no code that it would have to break off at, and collectives are issued as without it. Layers that are alike are compiled once and called with other
+parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .passes.parts import Part, constants_first, put_back, storages, written
+from .passes.recompute import Recomputed
+from .steps import Step, autocast, backward, set_grad_enabled
+
+__all__ = ["Compiled", "compile_parts"]
+
+_EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
+_LEAST_CALLS = 2  # with fewer there is nothing to fuse
+_LAYER_CALLS = 6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
+_VIEWS = frozenset("view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand expand_as getitem select narrow t movedim".split())
+
+
+class Compiled(torch.nn.Module):
+    """A part of a program, compiled at its first call; as it is where the compiler fails."""
+
+    def __init__(self, body: fx.GraphModule, backend: str) -> None:
+        super().__init__()
+        self.body, self.backend = body, backend
+        self.run: Any = None
+
+    def forward(self, *args: Any) -> Any:
+        return self._first(*args) if self.run is None else self.run(*args)
+
+    def _first(self, *args: Any) -> Any:
+        compiled = torch.compile(self.body, backend=self.backend, fullgraph=True, dynamic=False)
+        try:
+            out = compiled(*args)
+        except Exception as error:
+            out = self.body(*args)  # what is wrong with the program itself is raised here
+            warnings.warn(
+                f"enable_compile: the backend {self.backend!r} cannot compile {len(self.body.graph.nodes)} nodes of the program, which run as they are: "
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+                stacklevel=2,
+            )
+            self.run = self.body
+        else:
+            self.run = compiled
+        return out
+
+    def __repr__(self) -> str:
+        return f"Compiled(by {self.backend}\n{self.body.code.strip()}\n)"
+
+
+def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: str) -> None:
+    """Replace pure parts of the graph, and of what it recomputes, by calls of modules ``compiled_<n>``, put into ``constants``."""
+    _compile(graph, constants, backend, {})
+
+
+def _compile(graph: fx.Graph, constants: dict[str, Any], backend: str, known: dict[Any, str]) -> None:
+    for node in [n for n in graph.nodes if n.op == "call_module"]:
+        inner = constants[node.target]
+        if isinstance(inner, Recomputed):
+            _compile(inner.body.graph, constants, backend, known)
+            inner.body = fx.GraphModule(constants, inner.body.graph, node.target)
+    for nodes in _layers(list(_pure(graph))):
+        part = Part(nodes)
+        if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:
+            continue
+        key = _key(part)
+        name = known.get(key)
+        if name is None:
+            name = known[key] = f"compiled_{sum(n.startswith('compiled_') for n in constants)}"
+            constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), backend)
+        put_back(graph, part, name).meta["effect"] = False
+    graph.lint()
+
+
+def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Runs of consecutive nodes that are functions of tensors. They may write to memory that they have made themselves."""
+    run: dict[fx.Node, None] = {}
+    made: set[int] = set()
+
+    def admitted(node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method") or isinstance(node.target, Step) or node.target in _EAGER:
+            return False
+        if node.meta.get("effect") and not node.meta.get("writes"):
+            return False  # random numbers are drawn as without a compiler
+        if not all(storages(target) <= made for target in written(node)):
+            return False
+        return all(n in run or isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+
+    constants_first(graph)
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if admitted(node):
+            run[node] = None
+            made |= storages(node) - {key for n in node.all_input_nodes if n not in run for key in storages(n)}
+        elif run:
+            yield list(run)
+            run, made = {}, set()
+
+
+def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
+    """Runs, those of several layers cut between them where that makes parts that are alike."""
+    alike = Counter(_key(Part(run)) for run in runs)
+    cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Part(run))] == 1}
+    repeated = Counter(_key(Part(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
+    for i, run in enumerate(runs):
+        rest: list[fx.Node] = []
+        for piece in cut.get(i, [run]):
+            if repeated[_key(Part(piece))] > 1:
+                if rest:
+                    yield rest
+                yield piece
+                rest = []
+            else:
+                rest = rest + piece
+        if rest:
+            yield rest
+
+
+def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """A run, cut where it goes from one layer to another: an entry of a list of modules."""
+    return [list(nodes) for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))]
+
+
+def _layer(path: str) -> str:
+    """``model.blocks.3.norm`` -> ``model.blocks.3``; empty outside lists."""
+    names = path.split(".")
+    at = next((i for i, name in enumerate(names) if name.isdecimal()), -1)
+    return ".".join(names[: at + 1])
+
+
+def _computes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name not in _VIEWS
+
+
+def _key(part: Part) -> Any:
+    """The same for parts that one compiled function can serve: the same calls on tensors that lie alike."""
+    number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}
+    number |= {node: f"n{i}" for i, node in enumerate(part.nodes)}
+    calls = tuple((node.op, node.target, repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))) for node in part.nodes)
+    return calls, tuple(_lies(node) for node in part.needs), tuple(number[node] for node in part.gives)
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _lies(node: fx.Node) -> Any:
+    t = node.meta["val"]
+    return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad

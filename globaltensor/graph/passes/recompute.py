@@ -1,0 +1,108 @@
+"""Recomputation: parts of a program whose intermediate values are not kept for backward, but computed again there.
+
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016. Nodes with the same ``meta["region"]`` are one part: a module with
+``activation_checkpointing``, a call of ``torch.utils.checkpoint`` in the model's code, or what `budget` has chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import GraphError
+from ..steps import Draw, backward
+from .parts import Part, cut_out, put_back, storages, written
+
+__all__ = ["Recomputed", "fold"]
+
+
+class Recomputed(torch.nn.Module):
+    """Runs ``body``; autograd keeps the inputs only, and backward runs it again: with the same random numbers, and the same boxings on all ranks.
+
+    ``copied``: positions of inputs that are written to, here or later: backward starts from what they were. What is written then is a copy, so that running
+    statistics and counters move once.
+    """
+
+    def __init__(self, body: fx.GraphModule, copied: Sequence[int], random: bool) -> None:
+        super().__init__()
+        self.body, self.copied, self.random = body, tuple(copied), random
+
+    def forward(self, *args: Any) -> Any:
+        run = self._twice(args) if self.copied and torch.is_grad_enabled() else self.body
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
+
+    def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """The body for one call: the first run takes its inputs as they are, each later one copies of what they were."""
+        kept, first = {i: args[i].detach().clone() for i in self.copied}, True
+
+        def run(*args: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                return self.body(*args)
+            again = list(args)
+            for i, value in kept.items():
+                # No leaf, for autograd forbids to write to one; but a part of the graph where the input is.
+                again[i] = value.detach().requires_grad_(args[i].requires_grad).clone()
+            return self.body(*again)
+
+        return run
+
+    def __repr__(self) -> str:
+        return f"Recomputed({', '.join(f'input {i} as it was' for i in self.copied)}\n{self.body.code.strip()}\n)"
+
+
+def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
+    """Make each region one call of a module ``recomputed_<n>``, put into ``constants``. Where other nodes stand between those of a region, each run of its
+    nodes is recomputed for itself. Raises GraphError for a region that cannot run twice: one with a backward pass in it, or which writes to memory that it
+    reads under several names."""
+    runs = list(cut_out(graph, lambda node: node.meta.get("region")))
+    if not runs:
+        return
+    writes = [(node, set().union(*map(storages, targets))) for node in graph.nodes if (targets := written(node))]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for _, nodes in runs:
+        part = Part(nodes)
+        if not part.gives and not any(n.meta.get("effect") for n in nodes):
+            continue
+        _check(part)
+        copied = _copied(part, [w for node, w in writes if order[node] >= order[nodes[0]]], [w for node, w in writes if node in set(nodes)])
+        name = f"recomputed_{sum(key.startswith('recomputed_') for key in constants)}"
+        body = fx.GraphModule(constants, part.graph(), name)
+        constants[name] = Recomputed(body, copied, any(_random(n) for n in nodes))
+        put_back(graph, part, name)
+    graph.lint()
+
+
+def _check(part: Part) -> None:
+    for node in part.nodes:
+        if node.target is backward:
+            raise GraphError(
+                f"a part that is recomputed calls backward() (in {node.meta.get('module') or 'build()'}): it cannot run again in a pass that it starts; "
+                "take activation_checkpointing from the module that calls backward(), or call it in build()"
+            )
+
+
+def _copied(part: Part, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
+    """Positions of the inputs that are written to from here on. What only other ranks' gradients read needs none."""
+    changed: set[int] = set().union(*later) if later else set()
+    mine: set[int] = set().union(*here) if here else set()
+    where = [storages(n) for n in part.needs]
+    found = [i for i, keys in enumerate(where) if keys & changed]
+    for i in found:
+        twin = next((j for j in range(len(where)) if j != i and where[j] & where[i] & mine), None)
+        if twin is not None:
+            raise GraphError(
+                f"a part that is recomputed (in {part.nodes[0].meta.get('module') or 'build()'}) writes to memory that it reads as {part.needs[i].name} and as "
+                f"{part.needs[twin].name}: it cannot run twice; write out of place (x + y instead of x += y), or clone one of them before"
+            )
+    return found
+
+
+def _random(node: fx.Node) -> bool:
+    """Whether a node may draw random numbers: such have effects though they write to none of their operands."""
+    return isinstance(node.target, Draw) or bool(node.meta.get("effect") and not node.meta.get("writes"))
