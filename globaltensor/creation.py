@@ -190,7 +190,7 @@ def _creator(name: str) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         return make(*args, placement=placement, sbp=sbp, **kwargs)
 
-    @functools.partial(visible, name=name, method=False)
+    @functools.partial(visible, name=name, alone=plain)
     def make(*args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
         return _create(name, args, kwargs, placement, sbp)
 
@@ -265,7 +265,7 @@ def _like_creator(name: str) -> Callable[..., Any]:
             return plain(x, *args, **kwargs)
         return make(x, *args, placement=placement, sbp=sbp, **kwargs)
 
-    @functools.partial(visible, name=name, method=False)
+    @functools.partial(visible, name=name, alone=plain)
     def make(x: Tensor, *args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
         return _like(name, x, args, kwargs, placement, sbp)
 

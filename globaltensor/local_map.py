@@ -39,7 +39,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
 
     name = getattr(function, "__name__", type(function).__name__)  # a module or a partial has none
 
-    @functools.partial(visible, name="local_map", method=False)
+    @functools.partial(visible, name="local_map", alone=function)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         where = placement or next((t.placement for t in tensors if isinstance(t, GlobalTensor)), None)

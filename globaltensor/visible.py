@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from . import _torch
 
-__all__ = ["FUNCTIONS", "SEEN", "apply", "shown", "visible"]
+__all__ = ["ALONE", "SEEN", "apply", "shown", "visible"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,13 +20,14 @@ def shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return handle_torch_function(function, (), *args, **kwargs)
 
 
-#: Functions that `visible` has made; and those among them that are no methods of tensors.
+#: Functions that `visible` has made; and what those among them that are no methods are on one device.
 SEEN: set[Callable[..., Any]] = set()
-FUNCTIONS: set[Callable[..., Any]] = set()
+ALONE: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def visible(function: Function, name: str = "", method: bool = True) -> Function:
-    """A function that modes see as they see torch's own; its body is ``__wrapped__``."""
+def visible(function: Function, name: str = "", alone: Callable[..., Any] | None = None) -> Function:
+    """A function that modes see as they see torch's own; its body is ``__wrapped__``. ``alone``, of one that is no method: what it is on one device, without
+    ``placement`` and ``sbp``."""
 
     @functools.wraps(function)
     def seen(*args: Any, **kwargs: Any) -> Any:
@@ -37,8 +38,8 @@ def visible(function: Function, name: str = "", method: bool = True) -> Function
     if name:
         seen.__name__ = name
     SEEN.add(seen)
-    if not method:
-        FUNCTIONS.add(seen)
+    if alone is not None:
+        ALONE[seen] = alone
     return cast(Function, seen)
 
 

@@ -206,7 +206,7 @@ class Local(Recorder):
         self._fakes: dict[int, torch.Tensor] = {}  # real tensor's id -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._grad, self._cast = torch.is_grad_enabled(), _autocast()
-        self._start = self._grad, self._cast
+        self.start = self._grad, self._cast
         self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.special: dict[Any, Callable[..., Any]] = {
@@ -285,10 +285,10 @@ class Local(Recorder):
 
     def end(self) -> None:
         """Back to how it was at the start."""
-        if self._grad != self._start[0]:
-            self.node(set_grad_enabled, (self._start[0],), {}, None, effect=True, calls=0)
-        if self._cast != self._start[1]:
-            self.node(autocast, tuple(self._start[1]), {}, None, effect=True, calls=0)
+        if self._grad != self.start[0]:
+            self.node(set_grad_enabled, (self.start[0],), {}, None, effect=True, calls=0)
+        if self._cast != self.start[1]:
+            self.node(autocast, tuple(self.start[1]), {}, None, effect=True, calls=0)
 
     def record(self, func: Any, args: Any, kwargs: Any, target: Any = None, effect: bool = False) -> Any:
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
@@ -443,7 +443,7 @@ class Logical(Recorder):
         else:
             target, args = spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
-        node.meta.update(where=_line(), modes=(torch.is_grad_enabled(), tuple(_autocast())))
+        node.meta.update(where=_line(), modes=(torch.is_grad_enabled(), _autocast()))
         return out
 
     def values(self, out: Any) -> None:
