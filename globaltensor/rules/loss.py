@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .._torch import function_mode_on, is_fake
 from ..wrapper import GlobalTensor
 from .extremum import extremum, settled, settling
 from .notation import Arg, Dims, Op, Split, align
@@ -149,8 +150,10 @@ def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
         offset = split.box("class")[0]
 
         def run(x: Tensor, index: Tensor, dim: int) -> Tensor:
-            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait for it.
-            if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < classes:
+            # As torch does on the cpu; looking at the numbers on an accelerator would mean to wait for it. A recorder that looks in finds that out, and keeps
+            # this as one step; stand-ins then have no numbers.
+            seen = index.device.type == "cpu" and index.numel() and (function_mode_on() or not is_fake(index))
+            if seen and not 0 <= int(index.min()) <= int(index.max()) < classes:
                 raise IndexError(f"Target out of bounds: classes go from 0 to {classes - 1}, but targets from {int(index.min())} to {int(index.max())}")
             return pick(x, index, dim, offset)
 
