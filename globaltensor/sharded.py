@@ -19,6 +19,7 @@ from . import _torch
 from .boxing import box, log, plan
 from .buckets import Buckets
 from .distributed.world import World, world
+from .placement import Placement
 from .reducer import dtype_of_sum, reducer, summed
 from .spec import Spec, Stored
 from .visible import shown
@@ -48,19 +49,30 @@ class Use(NamedTuple):
         return bool(self.storage.expired())
 
 
-class Sharding:
-    """One rank's memory of which split parameters are used after which, and of those gathered ahead."""
+class Order:
+    """Which parameters of one placement are used after which. Its ranks see alike what is used there, and may differ in what they use elsewhere."""
 
     def __init__(self) -> None:
         self.next: dict[tuple[int, int], tuple[weakref.ref[GlobalTensor], Spec]] = {}
         self.recent: tuple[int, int] = (0, 0)
+        self.largest = 0  # bytes of the largest one gathered so far
+
+    def most(self, freed: bool) -> int:
+        """Bytes of a bucket."""
+        return min(max(self.largest, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+
+
+class Sharding:
+    """One rank's memory of the order in which split parameters are used, and of those gathered ahead."""
+
+    def __init__(self) -> None:
+        self.orders: dict[Placement, Order] = {}
         self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
         self.last = 0
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
         self.freed = 0
-        self.largest = 0  # bytes of the largest parameter gathered so far
         self.alive: dict[int, Use] = {}  # gathered under freed(), by their storage
         self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
@@ -73,9 +85,11 @@ class Sharding:
             found = leaf.__dict__["_gathered_number"] = self.last
         return found
 
-    def most(self, freed: bool) -> int:
-        """Bytes of a bucket."""
-        return min(max(self.largest, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+    def order(self, placement: Placement) -> Order:
+        found = self.orders.get(placement)
+        if found is None:
+            found = self.orders[placement] = Order()
+        return found
 
 
 _STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
@@ -93,7 +107,9 @@ def forget() -> None:
     """A pass is over: nothing gathered ahead is kept, and the next use begins a new order."""
     state = _state()
     state.ready.clear()
-    state.recent = (0, 0)
+    for order in state.orders.values():
+        order.recent = (0, 0)
+    _forget_gone(state)
 
 
 @contextlib.contextmanager
@@ -164,26 +180,30 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
 
 def _whole(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
     """The next use of a gathered parameter."""
-    local, before = leaf._local, state.recent
-    number = state.number(leaf)
-    state.next[before] = (weakref.ref(leaf), dst)
-    state.recent = (before[1], number)
+    local, order, number = leaf._local, state.order(src.placement), state.number(leaf)
+    order.next[order.recent] = (weakref.ref(leaf), dst)
+    order.recent = (order.recent[1], number)
     key = (number, dst)
     found = state.ready.pop(key, None)
     if found is None or found[1] is not local or found[2] != local._version:
-        state.largest = max(state.largest, dst.local_numel() * dst.dtype.itemsize)
+        order.largest = max(order.largest, _bytes(dst))
         with _torch.unobserved():
-            _gather(state, _batch(state, leaf, src, dst, state.most(freed), freed))
+            _gather(state, _batch(state, leaf, src, dst, order.most(freed), freed))
         found = state.ready.pop(key)
     return found[0]
 
 
+def _bytes(spec: Spec) -> int:
+    """Of the largest part."""
+    return spec.local_numel() * spec.dtype.itemsize
+
+
 def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int, exact: bool) -> list[tuple[GlobalTensor, Spec]]:
     """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
-    batch, total = [(leaf, dst)], dst.nbytes
-    at, way = state.recent, (src.placement, gather_axes(src, dst), src.dtype)
+    batch, total, order = [(leaf, dst)], _bytes(dst), state.order(src.placement)
+    at, way = order.recent, (src.placement, gather_axes(src, dst), src.dtype)
     seen = {(state.number(leaf), dst)}
-    while total < most and (expected := state.next.get(at)) is not None:
+    while total < most and (expected := order.next.get(at)) is not None:
         other, wanted = expected[0](), expected[1]
         if other is None or (number := state.number(other), wanted) in seen:
             break
@@ -191,10 +211,10 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int,
             break
         kept = state.ready.get((number, wanted))
         if kept is None or kept[1] is not other._local or kept[2] != other._local._version:
-            if exact and total + wanted.nbytes > most:
+            if exact and total + _bytes(wanted) > most:
                 break
             batch.append((other, wanted))
-            total += wanted.nbytes
+            total += _bytes(wanted)
         seen.add((number, wanted))
         at = (at[1], number)
     return batch
@@ -265,7 +285,7 @@ def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = Fal
     # Whoever gathers again on the way back meets the parameters in the same order on every rank; so do their gradients.
     waiting = state.waiting.setdefault(key, [])
     waiting.append((leaf, dst, grad))
-    if sum(w.nbytes for _, w, _ in waiting) >= state.most(True):
+    if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).most(True):
         _send(state, state.waiting.pop(key))
 
 
@@ -347,13 +367,20 @@ def freed() -> Iterator[None]:
             yield
     finally:
         state.freed -= 1
+        _forget_gone(state)
 
 
 def _remember(state: Sharding, use: Use) -> None:
     """Know a gathered parameter again when autograd wants to keep it."""
     if len(state.alive) > MOST_ALIVE:
-        state.alive = {k: u for k, u in state.alive.items() if not u.gone()}
+        _forget_gone(state)
     state.alive[use.storage.cdata] = use
+
+
+def _forget_gone(state: Sharding) -> None:
+    if state.alive:
+        for key in [k for k, use in state.alive.items() if use.gone()]:
+            del state.alive[key]
 
 
 class _Note(NamedTuple):

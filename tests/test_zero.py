@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support.bodies import values
+from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor import sharded
@@ -545,6 +548,61 @@ def _freed() -> None:
     torch.testing.assert_close(whole(second), want, rtol=1e-9, atol=1e-9)
 
 
+def test_freed_with_checkpoints_empty_parts_and_shared_ranks() -> None:
+    simulate(3, _freed_elsewhere, timeout=20.0)
+
+
+def _freed_elsewhere() -> None:
+    first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [1, 2])
+    plain = net(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]))
+    model = net(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]))
+    for i, layer in enumerate(model):
+        flow.parallelize(layer, second if i % 2 else first, "fsdp")
+
+    def passed(m: Any, x: Any) -> Any:
+        for i, layer in enumerate(m):
+            if m is model:
+                x = x.to_global(second if i % 2 else first, S(0))
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False) if i in (2, 3) else torch.tanh(layer(x))
+        return (x**2).sum()
+
+    for rows in (1, 4, 4):  # of one row a rank has none
+        x = values(rows, 5)
+        with sharded.freed():
+            loss = passed(model, x.to_global(first, B))  # type: ignore[attr-defined]
+        loss.backward()
+        passed(plain, x).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        everywhere = p.grad.to_global(flow.placement.all("cpu"), B).to_local()
+        torch.testing.assert_close(everywhere, q.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_sums_in_another_dtype_and_parameters_that_travel() -> None:
+    simulate(2, _bfloat16, timeout=20.0)
+
+
+def _bfloat16() -> None:
+    place = flow.placement.all("cpu")
+    for stage in (1, 2, 3):
+        layer = nn.Linear(8, 16).bfloat16().to_global(place, B)  # type: ignore[operator]
+        flow.reduce_dtype(layer, torch.float32)
+        optimizer = optim.SGD(layer.parameters(), lr=0.1)
+        Zero([optimizer], stage, 1).attach()
+        x = torch.ones(4, 8, dtype=torch.bfloat16).to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        for _ in range(2):
+            layer(x).sum().backward()
+            assert layer.weight.grad.dtype is torch.bfloat16
+            assert (whole(layer.weight.grad) == 4).all()
+            optimizer.step()
+            optimizer.zero_grad()
+        twin = pickle.loads(pickle.dumps(layer.weight))
+        assert (twin.sbp, twin.shape, twin._local.shape) == (layer.weight.sbp, layer.weight.shape, layer.weight._local.shape)
+        assert torch.equal(whole(twin), whole(layer.weight))
+        layer.double()
+        assert layer.weight.sbp == (B,)
+        assert layer.weight._local.numel() == (64 if stage == 3 else 128)
+
+
 def test_what_changes_before_backward_is_told() -> None:
     simulate(2, _changes, timeout=20.0)
 
@@ -574,3 +632,8 @@ def _on_processes(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_processes(stage: int) -> None:
     run_on(2, _on_processes, stage)
+
+
+@needs_mpi
+def test_over_mpi() -> None:
+    run_by_mpi(2, _on_processes, 2)
