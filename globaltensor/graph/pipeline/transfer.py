@@ -195,7 +195,11 @@ class Transfer:
         wire = self._here.device(_wire(route))
         for to, where in self._given[route]:
             piece = value[where].to(wire)
-            self._sent.append((self._here.channel(self._here.rank, to, wire).send(piece), route, micro, to))
+            try:
+                message = self._here.channel(self._here.rank, to, wire).send(piece)
+            except WorldError as error:
+                raise WorldError(self._undelivered(route, micro, to, error)) from error
+            self._sent.append((message, route, micro, to))
         for who, there, into in self._taken[route]:
             if who == self._here.rank:
                 self._arrival(route, micro).out[into] = value[there].to(wire)
@@ -262,10 +266,11 @@ class Transfer:
         try:
             message.wait()
         except WorldError as error:
-            (source, target), what = route.stages, f"gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
-            raise WorldError(
-                f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch {micro} to stage {target} on rank {to}: {error}"
-            ) from error
+            raise WorldError(self._undelivered(route, micro, to, error)) from error
+
+    def _undelivered(self, route: Route, micro: int, to: int, error: WorldError) -> str:
+        (source, target), what = route.stages, f"gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+        return f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch {micro} to stage {target} on rank {to}: {error}"
 
     def _lost(self, route: Route, micro: int, who: int, error: WorldError) -> str:
         source, target = route.stages
@@ -291,7 +296,11 @@ class Transfer:
             place, flat = arrival.out[into], None
             if not place.is_contiguous():
                 flat = self._pools[route].take(place.numel(), place.dtype, place.device)
-            arrival.pieces[who] = _Piece(intake.channel.receive(place.view(-1) if flat is None else flat), into, flat)
+            try:
+                message = intake.channel.receive(place.view(-1) if flat is None else flat)
+            except WorldError as error:
+                raise WorldError(self._lost(route, micro, who, error)) from error
+            arrival.pieces[who] = _Piece(message, into, flat)
             intake.open[route] = intake.open.get(route, 0) + 1
             intake.asked += 1
 
