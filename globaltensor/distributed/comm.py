@@ -274,6 +274,19 @@ class Comm(ABC):
         self._note("all_gather", out.nbytes - out.nbytes // self.size)
         self._all_gather(flat, numels, out)
 
+    def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        """The same beside the computation; ``t`` and ``out`` must be left alone until ``wait()`` of the handle returns."""
+        flat = flatten(t)
+        if self.size == 1:
+            out.copy_(flat)
+            return Done()
+        self._note("all_gather", out.nbytes - out.nbytes // self.size)
+        return self._all_gather_async(flat, numels, out)
+
+    def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        self._all_gather(flat, numels, out)
+        return Done()
+
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         slots = out.split_with_sizes(list(numels))
         others = [i for i in range(self.size) if i != self.index]

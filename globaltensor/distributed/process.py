@@ -194,6 +194,12 @@ class ProcessComm(MessageComm):
             dist.all_gather([slots[i] for i in order], as_bytes(flat), group=group)
         return None
 
+    def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        if self._mpi or self._native(out.device):
+            return super()._all_gather_async(flat, numels, out)
+        lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)
+        return background(self.world).submit(lambda: lane._all_gather(flat, numels, out))
+
     def _broadcast(self, flat: Tensor, src: int) -> None:
         if self._native(flat.device):
             dist.broadcast(as_bytes(flat), self.ranks[src], group=self.group)

@@ -33,6 +33,7 @@ from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
 from .program import Program, reader
 from .record import INSIDE, Left, Logical
+from .watch import stages_of, watched
 from .zero import Zero
 
 __all__ = ["Graph"]
@@ -332,35 +333,18 @@ class Graph:
         self._agree(told, lines)
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
-        stages = self._stages()
+        stages = stages_of(self.name, self._modules, self._blocks)
         if self.config.memory is not None:
             passes.choose(captured.program, self.config.memory)
         if len(stages) > 1:
             given = tensors_in(kwargs, tensors_in(args, []))
             built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name, self.config.backend))
         else:
-            passes.run(captured.program)
+            captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
         self._debug.log(self, captured, built.module)
         return built
-
-    def _stages(self) -> list[Placement]:
-        """Where each stage lies, by the settings of the modules. Raises GraphError where they are not numbered from 0, or one has two placements."""
-        found: dict[int, Placement] = {}
-        for module in self._modules.values():
-            for path, part in module.named_modules():
-                block = self._blocks.get(id(part))
-                if block is None or block.stage_id is None:
-                    continue
-                where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
-                if where is None:
-                    raise GraphError(f"{self.name}: {path} is in stage {block.stage_id}, but has no global parameters: say where it lies, set_stage(..., placement)")
-                if found.setdefault(block.stage_id, where) is not where:
-                    raise GraphError(f"{self.name}: stage {block.stage_id} lies on {found[block.stage_id]!r} and, with {path}, on {where!r}: a stage has one placement")
-        if sorted(found) != list(range(len(found))):
-            raise GraphError(f"{self.name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}")
-        return [found[k] for k in range(len(found))]
 
     def _captured(self, args: Any, kwargs: Any) -> Captured:
         self.__dict__["_captures"] += 1
@@ -374,46 +358,7 @@ class Graph:
                         stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
                 return self.build(*args, **kwargs)
 
-        return capture(build, args, kwargs, named, self._watched)
-
-    @contextlib.contextmanager
-    def _watched(self, logical: Logical) -> Iterator[None]:
-        """Modules say when they run: their path, their stage, whether they are recomputed."""
-        regions = itertools.count()
-        handles = []
-
-        def around(path: str, block: GraphModule | None, module: torch.nn.Module) -> None:
-            kept: list[Any] = []
-
-            def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-                kept.append((logical.path, logical.stage, logical.region))
-                logical.path = [path]
-                if block is None:
-                    return None
-                if block.activation_checkpointing and logical.region is None:
-                    logical.region = next(regions)
-                if block.stage_id is not None:
-                    logical.stage = block.stage_id
-                if block.placement is not None:
-                    these = iter([t.to_global(placement=block.placement) if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))])
-                    return replaced(args, these), replaced(kwargs, these)
-                return None
-
-            def after(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-                logical.path, logical.stage, logical.region = kept.pop()
-
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=False))
-
-        for name, module in self._modules.items():
-            for path, part in module.named_modules():
-                around(f"{name}.{path}".rstrip("."), self._blocks.get(id(part)), part)
-        try:
-            with kept(self._modules):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return capture(build, args, kwargs, named, functools.partial(watched, self._modules, self._blocks))
 
     def _agree(self, told: Any, lines: list[str] | None = None) -> None:
         """Every rank has captured the same graph, or all raise and say where they part. Collective."""

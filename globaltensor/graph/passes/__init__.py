@@ -1,3 +1,4 @@
 """Passes over a program: one file each, from graph to graph, verified after each."""
 
-from .order import PASSES, PLAIN, meetings, run, same, verify
+from .budget import choose
+from .order import PASSES, PLAIN, agreed, meetings, run, same, verify

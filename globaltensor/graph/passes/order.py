@@ -1,36 +1,117 @@
-"""Which passes run, and in which order."""
+"""Which passes run, in which order, and what holds after each: ranks meet in one order, which follows from the graph alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
+from ...distributed.world import world
 from ..errors import GraphError
+from ..joint import Begin, End, Joint
+from ..steps import Boxing, Gather
 from .dead import remove_dead
+from .early import begin_early
+from .folded import fold_sums
+from .identity import remove_identities
+from .merged import merge_boxings
+from .redundant import remove_redundant, unmoved
+from .shared import share_boxings
 
-__all__ = ["PASSES", "run", "verify"]
+__all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 
 Pass = Callable[[fx.Graph], None]
-PASSES: tuple[Pass, ...] = (remove_dead,)
+#: What leaves every boxing as it was recorded.
+PLAIN: tuple[Pass, ...] = (remove_identities, remove_dead)
+PASSES: tuple[Pass, ...] = (*PLAIN, share_boxings, remove_redundant, share_boxings, fold_sums, merge_boxings, begin_early, remove_dead)
 
 
-def run(graph: fx.Graph) -> None:
-    """All passes, in order."""
-    for one in PASSES:
+def run(graph: fx.Graph, passes: Sequence[Pass] = PASSES) -> None:
+    """All of these, in order. Raises GraphError where one leaves what cannot be right."""
+    for one in passes:
         one(graph)
         verify(graph, one.__name__)
 
 
+def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
+    """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose parts differ (an empty one, say) may have recorded what leads
+    another pass to another result: they compare where they would meet, and where that differs, none moves any boxing. Collective among all ranks."""
+    here = world()
+    before = {k: copy.deepcopy(graph) for k, graph in graphs.items()} if here.size > 1 else {}
+    for graph in graphs.values():
+        run(graph)
+    if here.size == 1:
+        return dict(graphs)
+    mine: dict[tuple[int, ...], str] = {}
+    for graph in graphs.values():
+        for members, digest in meetings(graph, here.rank).items():
+            mine[members] = mine.get(members, "") + digest
+    if same(here.comm(tuple(range(here.size))).all_gather_object(mine)):
+        return dict(graphs)
+    for graph in before.values():
+        run(graph, PLAIN)
+    return before
+
+
 def verify(graph: fx.Graph, after: str) -> None:
-    """What must hold between passes: every operand is made before it is used, and each boxing takes what lies as it says. Raises GraphError."""
+    """What must hold between passes: every operand is made before it is used, each boxing takes what lies as it says, and what is begun is awaited, once.
+    Raises GraphError."""
     try:
         graph.lint()
     except RuntimeError as error:
         raise GraphError(f"the pass {after} has left a graph that is not in order: {error}") from error
     for node in graph.nodes:
-        if "box" in node.meta and node.op == "call_function":
-            src, dst = node.meta["box"]
-            given = node.args[0].meta.get("box")
-            if given is not None and given[1] is not src:
-                raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {given[1]!r}")
+        for given, src in _takes(node):
+            lies = given.meta.get("box")
+            if lies is not None and lies[1] is not src and not _alike(lies[1], src):
+                raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}")
+        if isinstance(node.target, Begin) and (len(node.users) > 1 or any(not isinstance(u.target, End) or u.target.joint is not node.target.joint for u in node.users)):
+            raise GraphError(f"after the pass {after}, {node.name} is not awaited once, but by {[u.name for u in node.users]}")
+        if isinstance(node.target, Joint) and any(u.target is not operator.getitem for u in node.users):
+            raise GraphError(f"after the pass {after}, the results of {node.name} are not taken apart")
+
+
+def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
+    """(operand, how it has to lie) of what moves."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, Boxing):
+        return [(node.args[0], node.target.src)]  # type: ignore[list-item]
+    joint = node.target.joint if isinstance(node.target, Begin) else node.target
+    return [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)] if isinstance(joint, Joint) else []  # type: ignore[misc]
+
+
+def _alike(a: object, b: object) -> bool:
+    """Whether the parts of both are the same: a boxing between them has gone."""
+    return a.shape == b.shape and a.dtype == b.dtype and unmoved(a, b)  # type: ignore[attr-defined, arg-type]
+
+
+def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
+    """For each set of ranks that ``rank`` meets, a digest of where, in which order, and for what: the same on all of them, or they would wait for each other."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for node in graph.nodes:
+        step = node.target
+        if isinstance(step, Boxing):
+            routes, how = [(step.src, step.dst)], "box"
+        elif isinstance(step, Gather):
+            routes, how = [node.meta["box"]], "gather"
+        elif isinstance(step, (Joint, Begin, End)):
+            routes, how = [r[:2] for r in (step if isinstance(step, Joint) else step.joint).routes], type(step).__name__
+        else:
+            continue
+        members = tuple(sorted({r for a, b in routes for s in (a, b) for r in s.placement.flat}))
+        if rank in members:
+            found.setdefault(members, []).append(f"{how} {[(repr(a), repr(b)) for a, b in routes]}")
+    return {members: hashlib.sha256("\n".join(lines).encode()).hexdigest() for members, lines in found.items()}
+
+
+def same(everyone: Sequence[Mapping[tuple[int, ...], str]]) -> bool:
+    """Whether what `meetings` gives on all ranks fits together."""
+    for told in everyone:
+        for members, digest in told.items():
+            if any(everyone[r].get(members) != digest for r in members):
+                return False
+    return True

@@ -56,10 +56,12 @@ class Staged:
         split = any(action.kind == "I" for row in self.schedule.rows for action in row)
         self.programs: dict[int, Program] = {}
         stages = {}
-        for k, part in made.parts.items():
-            if split:
+        if split:
+            for part in made.parts.values():
                 defer(part.graph)
-            passes.run(part.graph)
+        ready = passes.agreed({k: part.graph for k, part in made.parts.items()})
+        for k, part in made.parts.items():
+            part.graph = ready[k]
             lower(part.graph, captured.constants, backend)
             program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
