@@ -18,21 +18,19 @@ from torch.optim import Optimizer
 from .. import sharded
 from ..distributed.world import world
 from ..errors import noted
-from ..placement import Placement
 from ..reducer import reducer, settle
 from ..wrapper import GlobalTensor
 from . import passes, report, state
-from .blocks import GraphModule, Proxy
+from .blocks import Proxy
 from .capture import Captured, Result, capture
 from .config import Config
 from .errors import GraphError
-from .kept import kept
 from .lower import lower
 from .micro import join, split
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
 from .program import Program, reader
-from .record import INSIDE, Left, Logical
+from .record import INSIDE, Left
 from .watch import stages_of, watched
 from .zero import Zero
 
@@ -146,8 +144,8 @@ class Graph:
         raise GraphError(f"{type(self).__name__} has no build(): write the computation there, as a module's forward")
 
     def add_optimizer(self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
-        """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list of
-        schedulers) that steps after it. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or a scheduler that wants a metric.
+        """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list
+        of schedulers) that steps after it. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or a scheduler that wants a metric.
         """
         if not isinstance(optim, Optimizer):
             raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optim).__name__}")
@@ -161,7 +159,9 @@ class Graph:
         """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``), and skip the step where a gradient is no number."""
         self.__dict__["_scaler"] = grad_scaler
 
-    def debug(self, v_level: int = 0, *, ranks: Any = None, max_py_stack_depth: int = 2, only_user_py_stack: bool = True, op_repr_with_py_stack: bool = False) -> None:
+    def debug(
+        self, v_level: int = 0, *, ranks: Any = None, max_py_stack_depth: int = 2, only_user_py_stack: bool = True, op_repr_with_py_stack: bool = False
+    ) -> None:
         """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also each op, 3 also the programs. ``ranks``: which ranks log
         (None: rank 0; -1: all). ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
         self.__dict__["_debug"] = report.Debug(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
@@ -372,7 +372,9 @@ class Graph:
         if inside:
             if isinstance(told, Exception):
                 return
-            raise GraphError(f"{self.name}: this rank has run build() to its end, but rank {inside[0]} asks there what the others hold: build() must do the same on every rank")
+            raise GraphError(
+                f"{self.name}: this rank has run build() to its end, but rank {inside[0]} asks there what the others hold: build() must do the same on every rank"
+            )
         failed = [r for r, (bad, _) in enumerate(everyone) if bad]
         if failed:
             if not isinstance(told, Exception):
