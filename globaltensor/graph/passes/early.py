@@ -14,14 +14,15 @@ from torch import fx
 
 from ..joint import Begin, End, Joint, move_of
 from ..steps import Boxing, Draw, Gather, Step, autocast
-from .facts import Memory, differentiable, is_boxing, is_border, modes
+from .facts import Memory, differentiable, is_border, is_boxing, modes
 
 __all__ = ["begin_early"]
 
 SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
 _VIEWS = frozenset(
-    ("view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "expand", "detach", "size", "dim", "t", "unbind", "split", "chunk")
+    "view view_as reshape flatten unflatten transpose permute squeeze unsqueeze expand expand_as detach size dim t unbind split chunk narrow select".split()
 )
+
 
 
 def begin_early(graph: fx.Graph) -> None:

@@ -14,7 +14,7 @@ from ...spec import Spec
 from ..steps import Boxing, autocast, backward, set_grad_enabled
 from .parts import operands, written
 
-__all__ = ["Memory", "costs", "differentiable", "is_boxing", "is_border", "modes", "operands", "plain", "replace", "written"]
+__all__ = ["Memory", "costs", "differentiable", "is_border", "is_boxing", "modes", "operands", "plain", "replace", "written"]
 
 
 def is_boxing(node: fx.Node) -> bool:

@@ -29,9 +29,9 @@ PLAIN: tuple[Pass, ...] = (remove_identities, remove_dead)
 PASSES: tuple[Pass, ...] = (*PLAIN, share_boxings, remove_redundant, share_boxings, fold_sums, merge_boxings, begin_early, remove_dead)
 
 
-def run(graph: fx.Graph, passes: Sequence[Pass] = PASSES) -> None:
-    """All of these, in order. Raises GraphError where one leaves what cannot be right."""
-    for one in passes:
+def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:
+    """These in order; without them all. Raises GraphError where one leaves what cannot be right."""
+    for one in PASSES if passes is None else passes:
         one(graph)
         verify(graph, one.__name__)
 
@@ -68,10 +68,15 @@ def verify(graph: fx.Graph, after: str) -> None:
             lies = given.meta.get("box")
             if lies is not None and lies[1] is not src and not _alike(lies[1], src):
                 raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}")
-        if isinstance(node.target, Begin) and (len(node.users) > 1 or any(not isinstance(u.target, End) or u.target.joint is not node.target.joint for u in node.users)):
+        if isinstance(node.target, Begin) and not _awaited(node):
             raise GraphError(f"after the pass {after}, {node.name} is not awaited once, but by {[u.name for u in node.users]}")
         if isinstance(node.target, Joint) and any(u.target is not operator.getitem for u in node.users):
             raise GraphError(f"after the pass {after}, the results of {node.name} are not taken apart")
+
+
+def _awaited(begun: fx.Node) -> bool:
+    users = list(begun.users)
+    return len(users) <= 1 and all(isinstance(u.target, End) and u.target.joint is begun.target.joint for u in users)  # type: ignore[union-attr]
 
 
 def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
@@ -90,7 +95,7 @@ def _alike(a: object, b: object) -> bool:
 
 
 def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
-    """For each set of ranks that ``rank`` meets, a digest of where, in which order, and for what: the same on all of them, or they would wait for each other."""
+    """For each set of ranks that ``rank`` meets, a digest of for what and in which order: the same on all of them, or they would wait for each other."""
     found: dict[tuple[int, ...], list[str]] = {}
     for node in graph.nodes:
         step = node.target

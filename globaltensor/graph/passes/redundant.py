@@ -29,7 +29,10 @@ def remove_redundant(graph: fx.Graph) -> None:
         if unmoved(step.src, step.dst) and differentiable(node) == differentiable(before):
             replace(node, before)
         elif _chained(before) and mode[before] == mode[node] and memory.fixed(before.args[0]):
-            _shorten(graph, before, node)
+            here = mode[node]
+            made = _shorten(graph, before, node)
+            if made is not None:
+                mode[made] = here
 
 
 def unmoved(src: Spec, dst: Spec) -> bool:
@@ -41,22 +44,25 @@ def _chained(first: fx.Node) -> bool:
     return is_boxing(first) and first.target.grad is None and plain(first.target.src, first.target.dst)
 
 
-def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
+def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """What moves instead of the second, if anything new does."""
     a, b, c = first.target.src, first.target.dst, second.target.dst
     if a.placement is not c.placement or a.placement is not b.placement:
-        return  # other ranks take part
+        return None  # other ranks take part
     if unmoved(a, c) and differentiable(second) == differentiable(first.args[0]):
         replace(second, first.args[0])
         _drop(first)
-        return
+        return None
     both = differentiable(second)
     now = costs([(b, c)] if len(first.users) > 1 else [(a, b), (b, c)], both)
-    if costs([(a, c)], both) <= now:
-        with graph.inserting_before(second):
-            node = graph.call_function(Boxing(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
-        node.meta.update(second.meta, box=(a, c))
-        replace(second, node)
-        _drop(first)
+    if costs([(a, c)], both) > now:
+        return None
+    with graph.inserting_before(second):
+        node = graph.call_function(Boxing(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
+    node.meta.update(second.meta, box=(a, c))
+    replace(second, node)
+    _drop(first)
+    return node
 
 
 def _drop(node: fx.Node) -> None:
