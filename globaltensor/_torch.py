@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -240,6 +241,26 @@ def real_tensors() -> Any:
 
     with without_function_modes(), unset_fake_temporarily():
         yield
+
+
+_tracing = [0]  # how many threads are: ranks may be threads
+_tracing_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def tracing() -> Any:
+    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being traced, and do not look into their data."""
+    import torch.compiler as compiler
+
+    with _tracing_lock:
+        _tracing[0] += 1
+        compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        with _tracing_lock:
+            _tracing[0] -= 1
+            compiler._is_compiling_flag = _tracing[0] > 0
 
 
 def transforming() -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,12 @@ class Proxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._module)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._module, memo)
 
     def __getattr__(self, name: str) -> Any:
         return _seen(getattr(self._module, name), self._blocks)

@@ -69,13 +69,14 @@ def capture(
             local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
             logical.placeholder(f"input_{i}", s)
         try:
-            with fake, logical, marked(logical), hooks(logical):
+            with _torch.tracing(), fake, logical, marked(logical), hooks(logical):
                 out = build(*args, **kwargs)
         except _torch.data_dependence() as error:
             raise GraphError(_depends(error)) from None
         outs = tensors_in(out, [])
         results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
         local.end()
+        local.unseeded()
         settled = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))

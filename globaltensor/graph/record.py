@@ -21,7 +21,8 @@ from .. import _torch, draws, functions, gradients, sharded, visible
 from ..boxing import box
 from ..dispatch import call
 from ..distributed.comm import Comm
-from ..distributed.world import World
+from ..distributed.simulate import SimulatedWorld
+from ..distributed.world import World, world
 from ..plans import replaced, tensors_in
 from ..rules.quotient import settle
 from ..spec import Spec
@@ -122,10 +123,14 @@ class Recorder(TorchFunctionMode):
         self.region: int | None = None  # of nodes to be recomputed in backward
         self.call = 0  # number of the user's call that is being run
         self._last: fx.Node | None = None  # placeholder
+        self.names_taken: set[str] = set()  # of placeholders
 
     # Nodes
 
     def placeholder(self, name: str, value: Any) -> fx.Node:
+        taken = sum(n == name or n.startswith(f"{name}__") for n in self.names_taken)
+        name = f"{name}__{taken}" if taken else name
+        self.names_taken.add(name)
         with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None)):
             node = self._last = self.graph.placeholder(name)
         node.meta["val"] = value
@@ -207,6 +212,8 @@ class Local(Recorder):
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._grad, self._cast = torch.is_grad_enabled(), _autocast()
         self.start = self._grad, self._cast
+        here = world()
+        self._seed = None if isinstance(getattr(here, "real", here), SimulatedWorld) else torch.default_generator.initial_seed()
         self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.special: dict[Any, Callable[..., Any]] = {
@@ -317,9 +324,19 @@ class Local(Recorder):
         made = self.node(target, self.arg(args), self.arg(kwargs), out, effect)
         made.meta["writes"] = written  # which of its tensors
         made.meta["random"] = any(word in name for word in _RANDOM)
+        if made.meta["random"]:
+            self.unseeded()
         # x += 1 gives the tensor itself: what the user goes on with, or keeps in a module, is no stand-in
         outs = tensors_in(out, [])
         return replaced(out, iter([self._reals.get(id(t), t) for t in outs])) if any(id(t) in self._reals for t in outs) else out
+
+    def unseeded(self) -> None:
+        """Raises GraphError where build() has set the generator, which a program does not do. Simulated ranks share one, so there it cannot be told."""
+        if self._seed is not None and torch.default_generator.initial_seed() != self._seed:
+            raise GraphError(
+                "build() seeds torch's generator: it runs once, so only its first step would. Seed before the graph is called, or draw with a generator of "
+                f"your own (generator=torch.Generator().manual_seed(...))\n  {_line()}"
+            )
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function that wants values, of tensors that follow from the code alone. Raises NotConstant."""
