@@ -48,7 +48,10 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
         raise GlobalTensorError(f"pipeline.cut: at= must name submodules in the order of the model, each once; got {', '.join(map(repr, begins))}")
     stage_of = {path: sum(i >= place for place in places) for i, path in enumerate(order)}
     done: dict[int, tuple[Any, Any]] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
+    beside = {begin.rpartition(".")[0] for begin in begins}
     parts = [(path, module) for path, module in model.named_modules() if path and _outermost(path, begins)]
+    # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever it is used.
+    parts = [(path, m) for path, m in parts if next(m.parameters(), None) is not None or path.rpartition(".")[0] in beside]
     for path, module in parts:
         stage = stage_of[path]
         _place(module, path, placements[stage], sbp, done)

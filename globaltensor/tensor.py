@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import gradients, hooks, reducer, sharded
+from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
@@ -277,7 +277,9 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
     local = self._local.contiguous(memory_format=memory_format)
-    return self if local is self._local else GlobalTensor.wrap(local, self._spec)
+    if local is self._local and not _torch.function_mode_on():  # strides may differ from rank to rank; what a recorder sees must not
+        return self
+    return GlobalTensor.wrap(local, self._spec)
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:

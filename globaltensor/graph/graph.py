@@ -26,7 +26,7 @@ from .capture import Captured, Result, capture
 from .config import Config
 from .errors import GraphError
 from .lower import lower
-from .micro import join, split
+from .micro import Cutting
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
 from .program import Program, reader
@@ -238,11 +238,12 @@ class Graph:
         if "_modules" not in self.__dict__:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
         self._attach()
-        micros = split(args, kwargs, self.config.accumulation if self.training else 1)
+        cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
+        micros = cutting.split()
         built = self._for(*micros[0], len(micros))
         with torch.set_grad_enabled(self.training):
             outs = self._step(built, micros) if self.training else built.run(list(map(_inputs, micros)), 1.0, False)
-        return join(outs)
+        return cutting.join(outs)
 
     def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""

@@ -112,9 +112,10 @@ def _specs_of(captured: Captured) -> list[Spec]:
 
 
 def defer(graph: fx.Graph) -> None:
-    """Let products and convolutions leave the gradients of their weights for later (zero-bubble schedules)."""
+    """Let products and convolutions with a parameter leave its gradient for later (zero-bubble schedules)."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in DEFERRED:
-            node.target = DEFERRED[node.target]
-        elif node.op == "call_method" and (other := getattr(torch.Tensor, str(node.target), None)) in DEFERRED:
+        if node.op not in ("call_function", "call_method") or len(node.args) < 2 or not isinstance(node.args[1], fx.Node) or "state" not in node.args[1].meta:
+            continue  # what came from another stage must have its gradient before it goes back
+        other = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target), None)
+        if other in DEFERRED:
             node.op, node.target = "call_function", DEFERRED[other]
