@@ -80,7 +80,8 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], backend: str, known: di
             name = known[key] = f"compiled_{sum(n.startswith('compiled_') for n in constants)}"
             constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), backend)
         put_back(graph, part, name).meta["effect"] = False
-    graph.lint()
+    if graph.owning_module is None:  # else it is about to get another, that has the new modules
+        graph.lint()
 
 
 def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
