@@ -5,6 +5,7 @@ Autograd itself runs on the local tensors. How the gradients of leaves are summe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ def _kept(x: GlobalTensor) -> Spec:
     return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
 
 
+@functools.partial(visible, name="grad")
 def get_grad(x: GlobalTensor) -> GlobalTensor | None:
     """The gradient, in the tensor's own sbp; collective where contributions are pending."""
     leaf = x._leaf
@@ -62,6 +64,7 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
     return alike, grad._local if alike else None
 
 
+@functools.partial(visible, name="set_grad")
 def set_grad(x: GlobalTensor, value: Any) -> None:
     x.__dict__.pop("_kept_grad", None)
     if value is None:

@@ -20,9 +20,10 @@ from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .checkpoints import marked
+from .dry import DryWorld
 from .errors import GraphError
 from .nest import replaced, tensors_in
-from .record import DryWorld, Local, Logical
+from .record import Local, Logical
 from .single import on_one_device
 
 __all__ = ["Captured", "Result", "capture"]
@@ -47,6 +48,7 @@ class Captured:
     inputs: int
     structure: Any  # build's result, tensors replaced by Result
     scaled: bool  # whether there is a backward pass
+    read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
 
 
@@ -82,6 +84,7 @@ def capture(
         logical.graph.output(tuple(logical.of(t) for t in outs))
     return Captured(
         logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
+        local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
     )
 

@@ -1,0 +1,121 @@
+"""Backward passes in build(), and gradients that it reads afterwards: to clip them, to scale them, to add to the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import gradients
+from ..rules.quotient import settle
+from ..wrapper import GlobalTensor
+from .errors import GraphError
+from .reach import leaves, reached
+from .recorder import Recorder, line
+from .steps import Step, backward
+
+__all__ = ["Differentiated"]
+
+
+class Differentiated(Recorder):
+    """Records backward passes on local tensors."""
+
+    def __init__(self, fake: Any, rank: int) -> None:
+        super().__init__(fake)
+        self.rank = rank
+        self._spent: set[int] = set()  # losses that backward() has been called of
+        self._grads: dict[int, Any] = {}  # of a local part's stand-in: the gradient, as a global tensor; () where nobody has read it
+        self.read = False  # whether gradients are read in build()
+        self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
+        self.derived: dict[Any, Any] = {
+            gradients.run: self._backward,
+            gradients.get_grad: self._get_grad,
+            gradients.set_grad: self._set_grad,
+            torch.autograd.grad: self._some_grads,
+            torch.autograd.backward: self._plain_backward,
+            torch.Tensor.backward: self._plain_backward,
+            torch.Tensor.retain_grad: self._retained,
+        }
+
+    def standing(self, a: Any) -> Any:
+        raise NotImplementedError
+
+    def modes(self) -> None:
+        raise NotImplementedError
+
+    def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _backward(self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any) -> None:
+        if create_graph or into is not None:
+            raise GraphError("inside build(), backward() takes neither create_graph=True nor inputs=: gradients go to the parameters, for the optimizers")
+        self.modes()
+        if self.scale is None:
+            self.scale = self.placeholder("scale", 1.0)
+        if not retain_graph and any(id(t) in self._spent for t in locals_):
+            raise GraphError(f"build() calls backward() twice from one loss: say retain_graph=True the first time, or add the losses\n  {line()}")
+        self._spent.update(map(id, locals_))
+        self.node(backward, (self.arg(list(locals_)), self.arg(list(seeds)), self.scale), {"retain_graph": bool(retain_graph)}, None, effect=True)
+        for leaf in leaves([self.standing(t) for t in locals_]):
+            if leaf.grad is None:
+                with self.fake:
+                    leaf.grad = torch.empty_like(leaf, requires_grad=False)
+                self.alive.append(leaf.grad)
+            if isinstance(self._grads.get(id(leaf), ()), tuple):
+                self._grads[id(leaf)] = ()
+
+    def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
+        """A parameter's gradient, as the backward pass before has left it; None where that does not get to it."""
+        local = self.standing(x._local)
+        found = self._grads.get(id(local))
+        if found is None or isinstance(found, GlobalTensor):
+            return found
+        self.read = True
+        shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
+        self.modes()
+        out = self.made(shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,), x._spec.dtype, local.device, [])
+        self.node(Step(lambda _: gradients.get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
+        found = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
+        return found
+
+    def _set_grad(self, x: GlobalTensor, value: GlobalTensor | None) -> None:
+        if value is not None and not isinstance(value, GlobalTensor):
+            gradients.set_grad.__wrapped__(x, value)  # type: ignore[attr-defined]
+        self.read = True
+        self.modes()
+        spec = None if value is None else settle(value)._spec
+        step = Step(lambda _, local: gradients.set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
+        self.node(step, (self.of(x._local), None if value is None else self.of(value._local)), {}, None, effect=True)
+        self._grads[id(self.standing(x._local))] = value
+
+    def _some_grads(
+        self, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        outs, wanted, seeds = (list(v) if isinstance(v, (tuple, list)) else [v] for v in self.standing((outputs, inputs, grad_outputs)))
+        unused, zeros = options.get("allow_unused") or options.get("materialize_grads"), options.get("materialize_grads")
+        found: list[Any] = []
+        for t, here in zip(wanted, reached(outs, wanted), strict=True):
+            if not here and not unused:
+                raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is desired.")
+            linked = [*outs, *[s for s in seeds if s is not None]] if create_graph else []
+            found.append(self.made(t.shape, t.dtype, t.device, linked) if here or zeros else None)
+        self.modes()
+        given = (outs, wanted, None if grad_outputs is None else seeds, retain_graph, create_graph, *args)
+        self.node(torch.autograd.grad, self.arg(given), self.arg(options), tuple(found), effect=True)
+        return tuple(found)
+
+    def _retained(self, *args: Any) -> None:
+        raise GraphError(f"inside build(), retain_grad() keeps nothing: torch.autograd.grad gives the gradient of a tensor that is no parameter\n  {line()}")
+
+    def _plain_backward(self, tensors: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None, **_: Any) -> None:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if gradient is None and any(t.numel() != 1 for t in tensors):
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if not any(self.standing(t).requires_grad for t in tensors):
+            how = "" if torch.is_grad_enabled() else ": a graph computes without gradients until it has an optimizer (add_optimizer)"
+            raise GraphError(f"build() calls backward() of a tensor that does not require grad{how}\n  {line()}")
+        seeds = [None] * len(tensors) if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+        with self:
+            seeds = [torch.ones_like(t) if s is None else s for t, s in zip(tensors, seeds, strict=True)]
+        self._backward(tensors, seeds, retain_graph, create_graph, inputs)

@@ -1,0 +1,38 @@
+"""Where a backward pass gets to: asked of the autograd graph that fake tensors have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["leaves", "reached"]
+
+
+def _nodes(starts: Sequence[torch.Tensor]) -> tuple[set[Any], dict[int, torch.Tensor]]:
+    """(the functions that a backward pass from ``starts`` runs, the leaves that it gets to, by id)"""
+    seen: set[Any] = set()
+    found = {id(t): t for t in starts if t.requires_grad and t.grad_fn is None}
+    todo = [t.grad_fn for t in starts if t.grad_fn is not None]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        leaf = getattr(function, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        todo += [f for f, _ in function.next_functions]
+    return seen, found
+
+
+def leaves(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that get a gradient."""
+    return list(_nodes(starts)[1].values())
+
+
+def reached(starts: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[bool]:
+    """For each of ``wanted`` whether there is a way to it."""
+    functions, found = _nodes(starts)
+    return [id(t) in found or (t.grad_fn is not None and t.grad_fn in functions) for t in wanted]
