@@ -38,15 +38,19 @@ def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed)) * 0.5
 
 
+def spread(value: Tensor, sbp: Any) -> Any:
+    """A value that all ranks hold, as a global tensor: uneven where the ranks do not divide it."""
+    return value.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp)
+
+
 class Weights(nn.Module):
     """Two pairs of factors whose product over the split dim is a partial sum: ``x @ u`` and ``x @ v``, with x split along its columns."""
 
     def __init__(self) -> None:
         super().__init__()
-        everyone = flow.placement.all("cpu")
-        self.u = nn.Parameter(values(6, 5, seed=1).to_global(everyone, S(0)))
-        self.v = nn.Parameter(values(6, 5, seed=2).to_global(everyone, S(0)))
-        self.w = nn.Parameter(values(5, 7, seed=3).to_global(everyone, B))
+        self.u = nn.Parameter(spread(values(6, 5, seed=1), S(0)))
+        self.v = nn.Parameter(spread(values(6, 5, seed=2), S(0)))
+        self.w = nn.Parameter(spread(values(5, 7, seed=3), B))
 
 
 class Seen(NamedTuple):
@@ -93,7 +97,7 @@ def both(make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float 
 
 
 def column(*shape: int, sbp: Any = None, seed: int = 9) -> Any:
-    return values(*shape, seed=seed).to_global(flow.placement.all("cpu"), S(1) if sbp is None else sbp)
+    return spread(values(*shape, seed=seed), S(1) if sbp is None else sbp)
 
 
 def boxings(graph: fx.Graph) -> list[str]:
@@ -201,7 +205,7 @@ def test_boxing_along_an_axis_of_one_rank_goes() -> None:
     def make() -> nn.Module:
         m = nn.Module()
         grid = flow.placement("cpu", [[0, 1]])
-        m.w = nn.Parameter(values(4, 6, seed=3).to_global(grid, [S(0), S(1)]))
+        m.w = nn.Parameter(values(4, 6, seed=3).to_global(grid, [B, B]).to_global(sbp=[S(0), S(1)]))
         return m
 
     def loss(m: Any, x: Any) -> Any:
@@ -297,7 +301,7 @@ def test_boxings_that_wait_for_none_of_each_other_go_as_one(sbp: Any, kind: str,
 def test_gathers_of_uneven_and_empty_parts_go_as_one(shape: tuple[int, int], ranks: int) -> None:
     def make() -> nn.Module:
         m = nn.Module()
-        m.w = nn.Parameter(values(4, 6, seed=3).to_global(flow.placement.all("cpu"), B))
+        m.w = nn.Parameter(spread(values(4, 6, seed=3), B))
         return m
 
     def loss(m: Any, x: Any, y: Any) -> Any:
@@ -320,7 +324,7 @@ def test_what_one_boxing_gives_another_does_not_join_it() -> None:
 
     def make() -> nn.Module:
         m = Weights()
-        m.t = nn.Parameter(values(7, 3, seed=5).to_global(m.w.placement, S(0)))
+        m.t = nn.Parameter(spread(values(7, 3, seed=5), S(0)))
         return m
 
     def body() -> None:
@@ -334,7 +338,7 @@ def test_what_one_boxing_gives_another_does_not_join_it() -> None:
 def test_what_is_large_is_not_copied_to_be_joined() -> None:
     def make() -> nn.Module:
         m = nn.Module()
-        m.u = nn.Parameter(values(2, 1 << 18, seed=1).to_global(flow.placement.all("cpu"), S(0)))
+        m.u = nn.Parameter(spread(values(2, 1 << 18, seed=1), S(0)))
         return m
 
     def loss(m: Any, x: Any) -> Any:
@@ -405,17 +409,15 @@ def test_a_collective_begins_when_its_operand_is_there_and_is_awaited_when_it_is
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        everyone = flow.placement.all("cpu")
-        self.table = nn.Parameter(values(11, 6, seed=1).to_global(everyone, B))
-        self.head = nn.Parameter(values(6, 11, seed=2).to_global(everyone, B))
+        self.table = nn.Parameter(spread(values(11, 6, seed=1), B))
+        self.head = nn.Parameter(spread(values(6, 11, seed=2), B))
 
     def forward(self, ids: Any) -> Any:
         return F.embedding(ids, self.table).tanh() @ self.head
 
 
 def ids(*shape: int, sbp: Any, seed: int = 3) -> Any:
-    drawn = torch.randint(-1, 11, shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.to_global(flow.placement.all("cpu"), sbp)
+    return spread(torch.randint(-1, 11, shape, generator=torch.Generator().manual_seed(seed)), sbp)
 
 
 def test_the_count_of_a_split_batch_is_on_its_way_from_the_start() -> None:

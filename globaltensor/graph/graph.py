@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,9 @@ from .lower import lower
 from .micro import Cutting
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
+from .plan import Plan, following, plan_of
 from .program import Program, reader
-from .record import INSIDE, Left
+from .dry import INSIDE, Left
 from .watch import stages_of, watched
 from .zero import Zero
 
@@ -105,6 +107,7 @@ class Graph:
             _last=None,
             _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
             _captures=0,
+            _plan=None,
             _lock=threading.Lock(),
         )
 
@@ -359,7 +362,8 @@ class Graph:
                         stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
                 return self.build(*args, **kwargs)
 
-        return capture(build, args, kwargs, named, functools.partial(watched, self._modules, self._blocks))
+        hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks)
+        return capture(build, args, kwargs, named, hooks if self._plan is None else functools.partial(following, self._plan, hooks))
 
     def _agree(self, told: Any, lines: list[str] | None = None) -> None:
         """Every rank has captured the same graph, or all raise and say where they part. Collective."""
@@ -399,6 +403,16 @@ class Graph:
         if self._last is None:
             raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
         return self._last.captured.logical  # type: ignore[no-any-return]
+
+    def plan(self) -> Plan:
+        """How each op of the captured graph takes its operands, and what moves for it: for printing, comparing, saving, editing."""
+        return plan_of(self.logical())
+
+    def use_plan(self, plan: Plan | str | None) -> None:
+        """Follow a plan (or that in a file; None: no longer) from the next call on: operands are boxed to what it wants before an op runs. All ranks must give
+        the same. That call raises GraphError where an op cannot take an operand so, naming it, or where the plan is of another graph."""
+        self.__dict__["_plan"] = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        self.config.version += 1
 
     def on_one_device(self) -> fx.GraphModule:
         """The captured graph of the inputs last seen as a module of plain tensors, with copies of the parameters as they are now: for looking, testing, export.
