@@ -28,47 +28,61 @@ _LAYER_CALLS = 6  # a repeated part of fewer calls is not worth a boundary that 
 _VIEWS = frozenset("view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand expand_as getitem select narrow t movedim".split())
 
 
+class Compiler:
+    """A backend of torch.compile, for one program: says once where it fails."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.failed = False
+
+    def __call__(self, body: fx.GraphModule) -> Any:
+        return torch.compile(body, backend=self.backend, fullgraph=True, dynamic=False)
+
+    def fail(self, error: Exception) -> None:
+        if not self.failed:
+            self.failed = True
+            said = str(error).strip().splitlines() or [""]
+            warnings.warn(
+                f"enable_compile: {self.backend} cannot compile a part of the program, which runs as it is: {type(error).__name__}: {said[0]}", stacklevel=4
+            )
+
+
 class Compiled(torch.nn.Module):
     """A part of a program, compiled at its first call; as it is where the compiler fails."""
 
-    def __init__(self, body: fx.GraphModule, backend: str) -> None:
+    def __init__(self, body: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()
-        self.body, self.backend = body, backend
+        self.body, self.compiler = body, compiler
         self.run: Any = None
 
     def forward(self, *args: Any) -> Any:
         return self._first(*args) if self.run is None else self.run(*args)
 
     def _first(self, *args: Any) -> Any:
-        compiled = torch.compile(self.body, backend=self.backend, fullgraph=True, dynamic=False)
+        compiled = self.compiler(self.body)
         try:
             out = compiled(*args)
         except Exception as error:
             out = self.body(*args)  # what is wrong with the program itself is raised here
-            warnings.warn(
-                f"enable_compile: the backend {self.backend!r} cannot compile {len(self.body.graph.nodes)} nodes of the program, which run as they are: "
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-                stacklevel=2,
-            )
-            self.run = self.body
-        else:
-            self.run = compiled
+            self.compiler.fail(error)
+            compiled = self.body
+        self.__dict__["run"] = compiled
         return out
 
     def __repr__(self) -> str:
-        return f"Compiled(by {self.backend}\n{self.body.code.strip()}\n)"
+        return f"Compiled(by {self.compiler.backend}\n{self.body.code.strip()}\n)"
 
 
-def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: str) -> None:
+def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: Any) -> None:
     """Replace pure parts of the graph, and of what it recomputes, by calls of modules ``compiled_<n>``, put into ``constants``."""
-    _compile(graph, constants, backend, {})
+    _compile(graph, constants, Compiler(backend), {})
 
 
-def _compile(graph: fx.Graph, constants: dict[str, Any], backend: str, known: dict[Any, str]) -> None:
+def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, known: dict[Any, str]) -> None:
     for node in [n for n in graph.nodes if n.op == "call_module"]:
         inner = constants[node.target]
         if isinstance(inner, Recomputed):
-            _compile(inner.body.graph, constants, backend, known)
+            _compile(inner.body.graph, constants, compiler, known)
             inner.body = fx.GraphModule(constants, inner.body.graph, node.target)
     for nodes in _layers(list(_pure(graph))):
         part = Part(nodes)
@@ -78,7 +92,7 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], backend: str, known: di
         name = known.get(key)
         if name is None:
             name = known[key] = f"compiled_{sum(n.startswith('compiled_') for n in constants)}"
-            constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), backend)
+            constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), compiler)
         put_back(graph, part, name).meta["effect"] = False
     if graph.owning_module is None:  # else it is about to get another, that has the new modules
         graph.lint()

@@ -24,7 +24,9 @@ from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .blocks import Proxy
 from .capture import Captured, Result, capture
+from .checks import attributes, check_captured, check_optimizer
 from .config import Config
+from .dry import INSIDE, DryWorld, Left
 from .errors import GraphError
 from .lower import lower
 from .micro import Cutting
@@ -32,7 +34,6 @@ from .nest import replaced, skeleton, tensors_in
 from .pipeline.staged import Staged
 from .plan import Plan, following, plan_of
 from .program import Program, reader
-from .dry import INSIDE, Left
 from .watch import stages_of, watched
 from .zero import Zero
 
@@ -150,11 +151,7 @@ class Graph:
         """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list
         of schedulers) that steps after it. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or a scheduler that wants a metric.
         """
-        if not isinstance(optim, Optimizer):
-            raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optim).__name__}")
-        for schedule in lr_sch if isinstance(lr_sch, (list, tuple)) else [lr_sch]:
-            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                raise GraphError("add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the calls of the graph")
+        check_optimizer(optim, lr_sch)
         self._optimizers.append(_Optimizer(optim, lr_sch))
         self.config.training = True
 
@@ -240,6 +237,8 @@ class Graph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_modules" not in self.__dict__:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
+        if isinstance(world(), DryWorld):
+            raise GraphError(f"{self.name} is called in the build() of another graph: call the modules that it holds")
         self._attach()
         cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
@@ -304,7 +303,7 @@ class Graph:
         # Which tensors they are, too: a parameter may have been replaced. The programs keep those they read, so no other gets their id.
         where = tuple((id(p), p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device)) for p in self._owners())
         wanted = tuple(p.requires_grad for p in self._owners())
-        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, tuple(map(str, _autocast_now())))
+        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, attributes(self), tuple(map(str, _autocast_now())))
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
@@ -324,9 +323,11 @@ class Graph:
     def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
         told: Any = None
         captured: Captured | None = None
+        stages = stages_of(self.name, self._modules, self._blocks)
         with torch.set_grad_enabled(self.training):
             try:
                 captured = self._captured(args, kwargs)
+                check_captured(self, captured, micros, len(stages))
                 lines = report.lines(captured.logical)
                 told = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             except Exception as error:
@@ -337,9 +338,8 @@ class Graph:
         self._agree(told, lines)
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
-        stages = stages_of(self.name, self._modules, self._blocks)
         if self.config.memory is not None:
-            passes.choose(captured.program, self.config.memory)
+            passes.choose(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
             given = tensors_in(kwargs, tensors_in(args, []))
             built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name, self.config.backend))

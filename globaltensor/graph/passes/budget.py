@@ -12,7 +12,7 @@ inputs are free. Within that the choice is the best one, up to rounding: bytes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,8 @@ class Call(NamedTuple):
 class _Kept:
     """What autograd keeps of each call: keys of memory, and bytes of memory that only the call knows."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+        self.constants = constants
         self.sizes: dict[int, int] = {}  # of memory that some node's value lies in
         self.free: set[int] = set()
         self.shared: dict[fx.Node, set[int]] = {}
@@ -109,7 +110,7 @@ class _Kept:
             saved.append(t)
             return t
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.constants[n.target] if n.op == "get_attr" else n.meta.get("val"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = getattr(args[0], function)(*args[1:], **kwargs) if node.op == "call_method" else function(*args, **kwargs)
         again = zip(tensors_in(out, []), tensors_in(node.meta.get("val"), []), strict=False)
@@ -126,9 +127,9 @@ class _Kept:
         return _LAUNCH + max(moved, flops / _FLOPS_PER_BYTE) / cluster.memory_bandwidth
 
 
-def kept_bytes(graph: fx.Graph) -> int:
+def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
     """What autograd keeps for backward when the program runs as it is, parameters and the call's inputs aside."""
-    kept = _Kept(graph)
+    kept = _Kept(graph, constants)
     return sum(kept.own.values()) + sum(kept.sizes[k] for k in set().union(*kept.shared.values(), set()))
 
 
@@ -153,9 +154,9 @@ def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
     return out
 
 
-def _chain(graph: fx.Graph) -> list[Call]:
+def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
     """What this rank knows of each call."""
-    kept, calls = _Kept(graph), _calls(graph)
+    kept, calls = _Kept(graph, constants), _calls(graph)
     place = {node: i for i, call in enumerate(calls) for node in call}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -207,12 +208,12 @@ def _agreed(mine: list[Call]) -> list[Call]:
 # ---------------------------------------------------------------------------------------------------------------- choosing
 
 
-def choose(graph: fx.Graph, limit: int) -> None:
+def choose(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
     """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes (of one micro-batch, on any rank; each stage for itself).
     Collective. Raises GraphError where that cannot be, saying what can."""
     if not any(node.target is backward for node in graph.nodes):
         return
-    chain = _agreed(_chain(graph))
+    chain = _agreed(_chain(graph, constants))
     numbers = iter(range(1 << 20, 1 << 30))
     chosen: list[tuple[int, int, int, int]] = []
     for stage in sorted({c.stage for c in chain}):
@@ -266,6 +267,7 @@ class _Segments:
         spent = np.concatenate([[0.0], np.cumsum([c.seconds for c in calls])])
         self.saved = [int(total[c]) for c in self.cuts]  # up to each cut
         self.fixed = [calls[c].fixed for c in self.cuts[:-1]]
+        self.known: dict[float, tuple[float, list[tuple[int, int]]]] = {}  # by the largest segment allowed
         self.work = [[math.inf] * m for _ in range(m)]
         self.seconds = [[0.0] * m for _ in range(m)]
         for i in range(m - 1):
@@ -293,6 +295,8 @@ class _Segments:
 
     def _scalar(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
         """The least bytes kept where no recomputed segment needs more than ``peak``, and what is recomputed then."""
+        if peak in self.known:
+            return self.known[peak]
         m = len(self.cuts)
         best = [[math.inf, math.inf] for _ in range(m)]
         came: dict[tuple[int, int], tuple[int, int]] = {}
@@ -303,7 +307,8 @@ class _Segments:
                     best[j][t] = best[i][before] + nbytes
                     came[j, t] = (i, before)
         at = (m - 1, 0 if best[-1][0] <= best[-1][1] else 1)
-        return best[at[0]][at[1]], self._back(at, lambda at: came[at])
+        self.known[peak] = best[at[0]][at[1]], self._back(at, lambda at: came[at])
+        return self.known[peak]
 
     def _back(self, at: tuple[int, int], came: Any) -> list[tuple[int, int]]:
         out = []
@@ -323,17 +328,18 @@ class _Segments:
     def cheapest(self, peak: float, limit: int) -> tuple[float, list[tuple[int, int]]] | None:
         """(seconds, what is recomputed) of the cheapest choice that keeps at most ``limit - peak`` bytes. None where there is none."""
         m, size = len(self.cuts), max(1.0, (limit - peak) / _BINS)
-        best = np.full((m, 2, _BINS + 1), np.inf)
-        came = np.zeros((m, 2, _BINS + 1, 2), np.int32)
+        bins = int((limit - peak) / size)
+        best = np.full((m, 2, bins + 1), np.inf)
+        came = np.zeros((m, 2, bins + 1, 2), np.int32)
         best[0, 0, 0] = 0.0
         for j in range(1, m):
             for i, t, before, _, seconds in self._ways(j, peak):
                 # Kept segments follow one another: their sum is rounded, not each of them.
                 entered = self._enter(i, before, t)
                 shift = math.ceil(entered / size) + (0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size))
-                if shift > _BINS:
+                if shift > bins:
                     continue
-                new = best[i, before, : _BINS + 1 - shift] + seconds
+                new = best[i, before, : bins + 1 - shift] + seconds
                 better = new < best[j, t, shift:]
                 best[j, t, shift:][better] = new[better]
                 came[j, t, shift:][better] = (i * 2 + before, shift)

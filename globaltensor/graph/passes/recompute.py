@@ -32,23 +32,25 @@ class Recomputed(torch.nn.Module):
         self.body, self.copied, self.random = body, tuple(copied), random
 
     def forward(self, *args: Any) -> Any:
-        run = self._twice(args) if self.copied and torch.is_grad_enabled() else self.body
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
+        if not self.copied or not torch.is_grad_enabled():
+            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.random)
+        # Autograd would find that the copied ones have changed: they go past it.
+        rest = [a for i, a in enumerate(args) if i not in self.copied]
+        return checkpoint(self._twice(args), *rest, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
         """The body for one call: the first run takes its inputs as they are, each later one copies of what they were."""
-        kept, first = {i: args[i].detach().clone() for i in self.copied}, True
+        count = len(args)
+        now = {i: args[i] for i in self.copied}
+        kept = {i: (a.detach().clone(), a.requires_grad) for i, a in now.items()}
 
-        def run(*args: Any) -> Any:
-            nonlocal first
-            if first:
-                first = False
-                return self.body(*args)
-            again = list(args)
-            for i, value in kept.items():
-                # No leaf, for autograd forbids to write to one; but a part of the graph where the input is.
-                again[i] = value.detach().requires_grad_(args[i].requires_grad).clone()
-            return self.body(*again)
+        def run(*rest: Any) -> Any:
+            # No leaves, for autograd forbids to write to one; but parts of a graph where the inputs are.
+            these = dict(now) or {i: a.detach().requires_grad_(needs).clone() for i, (a, needs) in kept.items()}
+            others = iter(rest)
+            every = [these[i] if i in these else next(others) for i in range(count)]
+            now.clear()
+            return self.body(*every)
 
         return run
 
