@@ -11,7 +11,7 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
-from . import comm, distributed, nn, pipeline, sbp, utils
+from . import amp, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import current_cluster
 from .dispatch import rule

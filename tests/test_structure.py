@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("graph",),
-    ("nn", "utils", "auto", "v0", "pipeline"),
+    ("amp", "nn", "utils", "auto", "v0", "pipeline"),
     ("__init__",),
     ("cli",),
 )

@@ -24,7 +24,7 @@ from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .blocks import Proxy
 from .capture import Captured, Result, capture
-from .checks import attributes, check_captured, check_optimizer
+from .checks import attributes, check_captured, check_optimizer, modules_of
 from .config import Config
 from .dry import INSIDE, DryWorld, Left
 from .errors import GraphError
@@ -203,11 +203,8 @@ class Graph:
         tensor([2., 2., 2.])
         """
         graph = cls()
-        for cell in getattr(func, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, torch.nn.Module):
-                graph._modules[f"module_{len(graph._modules)}"] = cell.cell_contents
-        if isinstance(func, torch.nn.Module):
-            graph._modules["module"] = func
+        for i, module in enumerate(modules_of(func)):
+            graph._modules[f"module_{i}"] = module
         graph.__dict__["build"] = func
         return graph
 

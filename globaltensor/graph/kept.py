@@ -27,6 +27,12 @@ def kept(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
     Raises GraphError where a module has gained or lost a parameter or buffer, or where numbers were drawn that a program would repeat for ever.
     """
     parts = {f"{name}.{path}".rstrip("."): part for name, module in modules.items() for path, part in module.named_modules()}
+    hooked = [path for path, part in parts.items() if part._backward_hooks or part._backward_pre_hooks]
+    if hooked and torch.is_grad_enabled():
+        raise GraphError(
+            f"{hooked[0]} has backward hooks, which run on the autograd graph of build()'s one run: hook a tensor in forward instead "
+            "(x.register_hook(...)), or a parameter"
+        )
     before = {path: (dict(vars(part)), dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
     drawn = random.getstate(), _numpy_state()
     done = False

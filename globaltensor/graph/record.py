@@ -23,12 +23,12 @@ from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .constants import NotConstant, evaluated
 from .differentiated import Differentiated
-from .dry import INSIDE, Left, Untraceable
+from .dry import Untraceable
 from .errors import GraphError
 from .recorder import Made, Recorder, casting, line, specs_of, spelled
 from .steps import Boxing, Draw, Gather, Step, autocast, set_grad_enabled
 
-__all__ = ["INSIDE", "Left", "Local", "Logical"]
+__all__ = ["Local", "Logical"]
 
 _HOOKS: Final = ("register_hook", "register_post_accumulate_grad_hook")
 _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential", "cauchy", "geometric")

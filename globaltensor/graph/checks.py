@@ -1,0 +1,75 @@
+"""What a graph refuses of its optimizers and of what build() came to."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..plans import tensors_in
+from ..wrapper import GlobalTensor
+from .errors import GraphError
+
+__all__ = ["attributes", "check_captured", "check_optimizer", "modules_of"]
+
+
+def check_optimizer(optimizer: Any, schedules: Any) -> None:
+    """Raises GraphError for what is no optimizer, one that wants a closure, or a scheduler that wants a metric."""
+    if not isinstance(optimizer, Optimizer):
+        raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise GraphError(f"add_optimizer: {type(optimizer).__name__} runs the model several times a step, through a closure: use it without a graph")
+    for schedule in schedules if isinstance(schedules, (list, tuple)) else [schedules]:
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise GraphError("add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the calls of the graph")
+
+
+def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
+    """Raises GraphError for a graph that would not train, or not as build() says."""
+    if not graph._optimizers:
+        return
+    if not captured.scaled:
+        raise GraphError(f"{graph.name} has an optimizer, but build() calls no backward(): call loss.backward() there, or leave out add_optimizer")
+    read = {id(t) for t in captured.states}
+    mine = {id(p) for p in graph._owners()}
+    for entry in graph._optimizers:
+        for group in entry.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in mine and id(p._local if isinstance(p, GlobalTensor) else p) not in read:
+                    raise GraphError(
+                        f"{graph.name}: {type(entry.optimizer).__name__} has a parameter of shape {list(p.shape)} that the graph does not hold: set its module "
+                        "as an attribute of the graph, or leave it out (a module copied after the optimizer was made has other parameters)"
+                    )
+    if captured.read and (micros > 1 or stages > 1 or graph._scaler is not None):
+        why = "they are still multiplied by the scaler's scale" if micros == stages == 1 else "they are not complete before the last micro-batch"
+        raise GraphError(
+            f"{graph.name}: build() reads gradients, but {why}: do it in a hook of the optimizer, which runs when they are: "
+            "optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: torch.nn.utils.clip_grad_norm_(parameters, 1.0))"
+        )
+
+
+def modules_of(function: Any) -> list[torch.nn.Module]:
+    """The modules that a function names: it is one, belongs to one, holds them, or finds them around itself or among the globals."""
+    held = [getattr(function, "__self__", None), function, *getattr(function, "__dict__", {}).values()]
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != types.CellType()]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        held += [function.__globals__.get(name) for name in code.co_names]
+    found = {id(m): m for m in held if isinstance(m, torch.nn.Module)}
+    return list(found.values())
+
+
+def attributes(graph: Any) -> tuple[Any, ...]:
+    """What of a graph's own attributes its programs depend on: plain values, and which tensors they are."""
+    found: list[Any] = []
+    for name, value in graph.__dict__.items():
+        if not name.startswith("_") and name not in ("name", "config"):
+            if isinstance(value, (int, float, str, bool, type(None))):
+                found.append((name, type(value), value))
+            elif isinstance(value, (torch.Tensor, tuple, list, dict)):
+                found += [(name, id(t)) for t in tensors_in(value, [])]
+    return tuple(found)
