@@ -61,7 +61,9 @@ class Compiled(torch.nn.Module):
     def _first(self, *args: Any) -> Any:
         compiled = self.compiler(self.body)
         try:
-            out = compiled(*args)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler warns of its own doings
+                out = compiled(*args)
         except Exception as error:
             out = self.body(*args)  # what is wrong with the program itself is raised here
             self.compiler.fail(error)
@@ -82,8 +84,10 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, kno
     for node in [n for n in graph.nodes if n.op == "call_module"]:
         inner = constants[node.target]
         if isinstance(inner, Recomputed):
-            _compile(inner.body.graph, constants, compiler, known)
-            inner.body = fx.GraphModule(constants, inner.body.graph, node.target)
+            body = fx.Graph()  # a new one: that of a module only takes calls of what the module has
+            body.output(body.graph_copy(inner.body.graph, {}))
+            _compile(body, constants, compiler, known)
+            inner.body = fx.GraphModule(constants, body, node.target)
     for nodes in _layers(list(_pure(graph))):
         part = Part(nodes)
         if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:
@@ -94,8 +98,7 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, kno
             name = known[key] = f"compiled_{sum(n.startswith('compiled_') for n in constants)}"
             constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), compiler)
         put_back(graph, part, name).meta["effect"] = False
-    if graph.owning_module is None:  # else it is about to get another, that has the new modules
-        graph.lint()
+    graph.lint()
 
 
 def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
