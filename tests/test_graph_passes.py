@@ -453,6 +453,22 @@ def test_nothing_begins_before_what_is_written_to_its_operand() -> None:
     simulate(2, body)
 
 
+def test_what_somebody_writes_into_is_neither_joined_nor_begun() -> None:
+    def loss(m: Any, x: Any, y: Any, z: Any) -> Any:
+        p, q = x @ y, x @ z
+        aside = (m.w @ m.w.t()).tanh()
+        p, q = p.to_global(sbp=B), q.to_global(sbp=B)
+        p.mul_(2)
+        q.add_(1)
+        return (p.sin() * q.exp() * aside).sum()
+
+    def body() -> None:
+        _, graph = both(Weights, loss, column(5, 6), column(6, 5, sbp=S(0)), column(6, 5, sbp=S(0), seed=11))
+        assert boxings(graph.graph) == ["all_reduce"] * 2
+
+    simulate(2, body)
+
+
 def _overlapping_step() -> list[str]:
     _, graph = both(Weights, branches, column(4, 6), column(4, 5, sbp=B))
     return boxings(graph.graph)
@@ -577,3 +593,44 @@ def test_decoders_train_as_they_do_eagerly(plan: str, block: Callable[[], nn.Mod
         assert sum(graph.moved.values()) <= sum(eager.values())
 
     simulate(ranks, body)
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
+@pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
+def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) -> None:
+    """What is begun in a part that is computed again is awaited in it, and no compiler sees a collective."""
+
+    def body() -> None:
+        models = []
+        for _ in range(2):
+            model = Decoder(Parallel).double()
+            with torch.no_grad():
+                for i, p in enumerate(model.parameters()):
+                    p.copy_(values(*p.shape, seed=i))
+            models.append(flow.parallelize(model, flow.placement.all("cpu"), SPLIT if plan == "by hand" else plan))
+
+        class Trained(flow.nn.Graph):
+            def __init__(self, model: Any, how: str) -> None:
+                super().__init__()
+                self.model = model
+                self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+                if how == "recomputed":
+                    for block in self.model.blocks:
+                        block.to(flow.nn.graph.GraphModule).activation_checkpointing = True
+                if how == "compiled":
+                    self.config.enable_compile(backend="eager")
+                if how == "in micro-batches":
+                    self.config.set_gradient_accumulation_steps(2)
+
+            def build(self, x: Any, y: Any) -> Any:
+                found = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
+                found.backward()
+                return found
+
+        graphs = [Trained(model, name) for model, name in zip(models, ("", how), strict=True)]
+        x, y = ids(4, 6, sbp=B).clamp(min=0), ids(4, 6, sbp=B, seed=4).clamp(min=0)
+        for _ in range(3):
+            want, got = (whole(graph(x, y)) for graph in graphs)
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+    simulate(2, body)

@@ -94,7 +94,9 @@ def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
     simulate(2, body)
 
 
-@pytest.mark.parametrize(("text", "said"), [("no json", "no plan"), ('{"version": 1}', "no plan"), ('{"version": 99, "ops": []}', "version 99"), ("[]", "no plan")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("no json", "no plan"), ('{"version": 1}', "no plan"), ('{"version": 99, "ops": []}', "version 99"), ("[]", "no plan")]
+)
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(GraphError, match=said):

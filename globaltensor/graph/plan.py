@@ -258,7 +258,8 @@ class Applied:
                 return t  # the op gathers it as it gathers all parameters
             return GlobalTensor.wrap(box(t._local, t._spec, spec, why=f"{called}: operand {i}"), spec)
         except (ValueError, RuntimeError) as error:
-            raise GraphError(f"{op.name}: the plan wants operand {i} ({op.operands[i].of}, {t._spec!r}) as {_show(wanted)}, which cannot be: {error}") from error
+            what = f"operand {i} ({op.operands[i].of}, {t._spec!r})"
+            raise GraphError(f"{op.name}: the plan wants {what} as {_show(wanted)}, which cannot be: {error}") from error
 
     def after(self, node: fx.Node, func: Any, args: Any, kwargs: Any) -> None:
         """Check what has become of it. Raises GraphError where the op has taken an operand otherwise, or where the plan has another op here."""
@@ -266,7 +267,8 @@ class Applied:
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
         if op is None or op.function != target or len(op.operands) != len(node.meta["came"]):
             said = f"{op.name} = {op.function} of {len(op.operands)} tensors" if op is not None else f"nothing more after {len(self.plan.ops)} ops"
-            raise GraphError(f"the plan is of another graph: build() calls {node.name} = {target} of {len(node.meta['came'])} tensors, where the plan has {said}")
+            here = f"{node.name} = {target} of {len(node.meta['came'])} tensors"
+            raise GraphError(f"the plan is of another graph: build() calls {here}, where the plan has {said}")
         self.next += 1
         for i, taken in enumerate(node.meta["took"]):
             got = _final(node.meta["boxes"], node.meta["called"], i, taken)
@@ -281,7 +283,8 @@ class Applied:
         """Raises GraphError where build() is over before the plan is."""
         op = self._now()
         if op is not None:
-            raise GraphError(f"the plan is of another graph: build() is over where the plan has {op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}")
+            where = f"{op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}"
+            raise GraphError(f"the plan is of another graph: build() is over where the plan has {where}")
 
     def _now(self) -> PlannedOp | None:
         return self.plan.ops[self.next] if self.next < len(self.plan.ops) else None
@@ -299,7 +302,8 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
     found = [t._spec.shown for t in tensors if isinstance(t, GlobalTensor)]
     if rule is None or not found:
         return "it has no rule, so it takes every operand whole: B"
-    specs = [t._spec.shown if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, found[0].placement, [broadcast] * found[0].placement.axes) for t in tensors]
+    placed = found[0].placement
+    specs = [t._spec.shown if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placed, [broadcast] * placed.axes) for t in tensors]
     op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
     these = iter(op.args)
     try:
@@ -309,7 +313,7 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
     if op.composite is not None or op.whole_call:
         return "it is composed of other ops, or takes its operands whole: bring the operands there with to_global in build() instead"
     lines = []
-    for axis in range(found[0].placement.axes):
+    for axis in range(placed.axes):
         signatures = dict.fromkeys("(" + ", ".join(e.short for e in s.ins) + ")" for s in op.signatures(axis))
         lines.append(f"  axis {axis} of {name_of(func)}'s operands: {' or '.join(signatures)}")
     return "its rule admits\n" + "\n".join(lines)

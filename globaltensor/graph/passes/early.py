@@ -28,9 +28,9 @@ _VIEWS = frozenset(
 def begin_early(graph: fx.Graph) -> None:
     """Split boxings into a start and a wait where something can run in between."""
     _hoist(graph)
-    memory, mode = Memory(graph), modes(graph)
+    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
     for node in list(graph.nodes):
-        if _splittable(node):
+        if _splittable(node) and own.fixed(*_results(node)):
             _split(graph, node, memory, mode)
 
 
@@ -99,7 +99,7 @@ def _split(graph: fx.Graph, node: fx.Node, memory: Memory, mode: dict[fx.Node, i
 def _hoist(graph: fx.Graph) -> None:
     """Begin what is small, and to which only plain functions of inputs lead, when the program begins."""
     nodes = list(graph.nodes)
-    memory = Memory(graph)
+    memory, own = Memory(graph), Memory(graph, views=False)
     given = [n for n in nodes if n.op == "placeholder"]
     found = [n for n in nodes if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None]
     if not given or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
@@ -108,7 +108,9 @@ def _hoist(graph: fx.Graph) -> None:
     for node in found:
         wanted = {user for part in _results(node) for user in part.users}
         chain = _ancestors(node)
-        if chain is None or not wanted or not memory.fixed(node, *chain) or any(_nbytes(n) > SMALL for n in (*node.all_input_nodes, *_results(node))):
+        if chain is None or not wanted or not memory.fixed(*chain) or not own.fixed(*_results(node)):
+            continue
+        if any(_nbytes(n) > SMALL for n in (*node.all_input_nodes, *_results(node))):
             continue
         if any(n.meta.get("region") is not None for n in chain) or (casts and any(_floats(n) for n in (*chain, node))):
             continue
