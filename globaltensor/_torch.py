@@ -22,6 +22,14 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+def call_after_accumulation(leaf: torch.Tensor) -> None:
+    """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs them at the end of a backward pass only (2.1)."""
+    hooks = leaf._post_accumulate_grad_hooks
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(leaf)
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have a device but no memory. Autocast sees them, and does not see meta tensors, to which torch has public ways."""
     from torch._subclasses.fake_tensor import FakeTensorMode
