@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import globaltensor as flow
 from globaltensor import _torch
 from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -204,7 +205,8 @@ def check(model: nn.Module, plain: nn.Module, given: Callable[[Tensor], Tensor],
             theirs = dict(plain.named_parameters())
             for name, p in single.named_parameters():
                 wanted = theirs[name.removeprefix("model.")].grad
-                same(torch.zeros_like(p) if p.grad is None else p.grad, torch.zeros_like(p) if wanted is None else wanted, f"gradient of {name} on one device", within)
+                got, wanted = (torch.zeros_like(p) if g is None else g for g in (p.grad, wanted))
+                same(got, wanted, f"gradient of {name} on one device", within)
             for name, t in single.named_buffers():
                 if name.startswith("model."):
                     same(t, plain.get_buffer(name.removeprefix("model.")), f"{name} on one device", within)
@@ -272,3 +274,341 @@ def test_models_of_transformers_on_two_ranks(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_transformers_on_a_grid(name: str) -> None:
     simulate(4, family_on_ranks, family(name), batches_of(name), [[0, 1], [2, 3]], "hybrid", [S(0), B], timeout=90.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- random numbers
+
+
+def test_random_numbers_are_those_of_the_loop() -> None:
+    """The generator ends where it would, from the first call on."""
+
+    def drawn(model: nn.Module, x: Tensor) -> Any:
+        x = F.dropout(model(x), 0.5) + torch.rand(4) + torch.randn_like(x) + torch.empty(4).uniform_() + torch.randint(0, 5, (4,))
+        return x + torch.bernoulli(torch.full((4,), 0.5)) + torch.randperm(4) + torch.normal(0.0, 1.0, (4,)) + F.gumbel_softmax(x) + x.clone().exponential_()
+
+    model, x = nn.Linear(4, 4).double(), values(3, 4)
+    graph = graph_of(model, drawn)
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        got, after = graph(x), torch.get_rng_state()
+        torch.manual_seed(seed)
+        same(got, drawn(model, x))
+        assert torch.equal(after, torch.get_rng_state())
+
+
+def dropout_on_ranks(base: nn.Module) -> None:
+    placement = flow.placement("cpu", [0, 1])
+    model, x = copy.deepcopy(base).to_global(placement, B), values(4, 4).to_global(placement, B).to_global(sbp=S(0))  # type: ignore[operator]
+    graph = graph_of(model, lambda m, x: m(x))
+    for seed in range(2):
+        outs = []
+        for run in (graph, model):
+            barrier()
+            torch.manual_seed(seed)
+            barrier()
+            outs.append(whole(run(x)))
+        torch.testing.assert_close(outs[0], outs[1])
+        assert (outs[0] == 0).any()
+
+
+def barrier() -> None:
+    world().comm((0, 1)).barrier()
+
+
+def test_dropout_of_global_tensors_is_that_of_the_loop() -> None:
+    simulate(2, dropout_on_ranks, nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double(), timeout=30.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- what comes in and goes out
+
+
+@dataclasses.dataclass
+class Pair:
+    x: Tensor
+    note: str
+    more: list[Any]
+
+
+Named = namedtuple("Named", "x y")
+
+
+def test_nests_of_all_kinds_go_in_and_out() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    def nested(model: nn.Module, data: Any) -> Any:
+        y = model(data.x) * len(data.more)
+        out = BaseModelOutput(y, (y, y * 2))
+        return {"pair": Pair(y, "out", [y + 1, None]), "named": Named(y, (data.more[0], 3)), "output": out, "none": None, "size": y.shape}
+
+    model = nn.Linear(4, 4).double()
+    graph = graph_of(model, nested)
+    for seed in range(2):
+        data = Pair(values(3, 4, seed=seed), "in", [values(2, seed=seed), 1.0])
+        got, want = graph(data), nested(model, data)
+        assert list(got) == list(want)
+        assert (got["none"], got["size"], got["pair"].note, got["pair"].more[1], got["named"].y[1]) == (None, want["size"], "out", None, 3)
+        assert type(got["named"]) is Named
+        assert type(got["output"]) is BaseModelOutput
+        pairs = [(got["pair"].x, want["pair"].x), (got["pair"].more[0], want["pair"].more[0]), (got["named"].y[0], want["named"].y[0])]
+        for ours, theirs in [*pairs, (got["output"].hidden_states[1], want["output"].hidden_states[1]), (got["output"]["last_hidden_state"], want["pair"].x)]:
+            same(ours, theirs)
+            assert not ours.requires_grad
+    assert graph._captures == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- no kernels, no memory
+
+
+class Allocated(TorchDispatchMode):
+    """Counts tensors with memory that ops give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor) and not _torch.is_fake(t) and not t.is_meta and t.numel() > 64 and t._base is None and "detach" not in str(func):
+                self.large.append(f"{func} {list(t.shape)}")
+        return out
+
+
+def test_capture_runs_no_kernel() -> None:
+    model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
+    graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Allocated() as allocated, torch.enable_grad():
+        graph._for((x,), {}, 1)
+    assert not allocated.large
+    with Allocated() as allocated:
+        graph(x)
+    assert allocated.large, "the count counts nothing"
+
+
+def test_a_model_larger_than_memory_is_captured() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(60_000, 60_000, bias=False) for _ in range(4)])  # 58 GB
+    graph = graph_of(model, lambda m, x: m(x).sum())
+    assert graph(torch.empty(4, 60_000, device="meta")).is_meta
+    assert "linear" in str(graph.program())
+
+
+# ---------------------------------------------------------------------------------------------------------------- what modules keep
+
+
+class Keeps(nn.Module):
+    cache: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        if how == "attribute":
+            self.cache = x * 2
+        elif how == "parameter":
+            self.linear.weight = nn.Parameter(self.linear.weight * 2)
+        elif how == "buffer":
+            self.register_buffer("late", x.sum())
+        elif how == "shape":
+            self.mask = x
+        elif how == "python":
+            return x * random.random()
+        elif how == "numpy":
+            return x * float(np.random.rand())
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer", "shape", "python", "numpy"])
+def test_what_a_program_could_not_repeat_is_refused(how: str) -> None:
+    model = Keeps()
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    with pytest.raises(GraphError, match={"python": "Python's", "numpy": "NumPy"}.get(how, r"model\.(linear\.weight|late|mask)")):
+        graph_of(model, lambda m, x: m(x, how))(torch.randn(3, 4))
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(after[k] is t for k, t in before.items())
+
+
+def test_a_tensor_left_on_a_module_is_told() -> None:
+    model = Keeps()
+    with pytest.warns(UserWarning, match=r"model\.cache"):
+        graph_of(model, lambda m, x: m(x, "attribute"))(torch.randn(3, 4))
+    assert model.cache is None
+
+
+def test_a_graph_holds_no_inputs() -> None:
+    model = nn.Linear(4, 4)
+    graph, x = graph_of(model, lambda m, x: m(x)), torch.randn(3, 4)
+    graph(x)
+    kept = weakref.ref(x)
+    del x
+    assert kept() is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- values and errors
+
+K = torch.tensor(3.0)
+ASKING: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "item": lambda m, x: x * m.bias[0].item(),
+    "float": lambda m, x: x * float(x.mean()),
+    "int": lambda m, x: x[:, : int(m.bias[0])],
+    "tolist": lambda m, x: x * m.bias.tolist()[0],
+    "numpy": lambda m, x: x * torch.from_numpy(m.bias.detach().numpy()),
+    "array": lambda m, x: x * torch.tensor(np.asarray(m.bias.detach())),
+    "branch": lambda m, x: x if x.mean() > 0 else x * 2,
+    "equal": lambda m, x: x if torch.equal(x, x) else x * 2,
+    "allclose": lambda m, x: x if torch.allclose(x, x) else x * 2,
+    "tensor of tensors": lambda m, x: x * torch.tensor([m.bias[0], m.bias[1], 1.0, 2.0]),
+    "constant from outside": lambda m, x: x * K.item(),
+    "nonzero": lambda m, x: x.nonzero(),
+    "mask": lambda m, x: x[x > 0],
+    "unique": lambda m, x: x.unique(),
+    "max": lambda m, x: x * max(m.bias),
+    "contains": lambda m, x: x * (1.0 in m.bias),
+    "range": lambda m, x: torch.arange(int(x.sum())),
+    "dlpack": lambda m, x: torch.from_dlpack(m.bias.detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*__array__")
+@pytest.mark.parametrize("what", ASKING)
+def test_asking_for_values_names_the_line(what: str) -> None:
+    line = ASKING[what].__code__.co_firstlineno
+    with pytest.raises(GraphError, match=rf"{FILE}:{line}"):
+        graph_of(nn.Linear(4, 4), ASKING[what])(torch.randn(3, 4))
+
+
+def asked_on_ranks() -> None:
+    placement = flow.placement("cpu", [0, 1])
+    model, x = nn.Linear(4, 4).to_global(placement, B), values(4, 4).float().to_global(placement, B).to_global(sbp=S(0))
+    for what, function in ASKING.items():
+        if what not in ("tensor of tensors", "constant from outside", "dlpack"):
+            with pytest.raises(GraphError, match=rf"{FILE}:{function.__code__.co_firstlineno}"):
+                graph_of(model, function)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*__array__")
+def test_asking_for_values_of_global_tensors_names_the_line() -> None:
+    simulate(2, asked_on_ranks, timeout=60.0)
+
+
+READ: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "constant from outside": lambda m, x: x * K,
+    "data": lambda m, x: x * m.bias.data,
+    "elements": lambda m, x: x * sum(v for v in m.bias),
+    "stack": lambda m, x: x * torch.stack([m.bias[0]] * 4),
+    "list of numbers": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.as_tensor([1, 2, 3, 4]),
+    "functional_call": lambda m, x: torch.func.functional_call(m.to(nn.Module), {"weight": m.weight * 2}, (x,)),  # type: ignore[attr-defined]
+    "out": lambda m, x: torch.add(m(x), 1, out=torch.empty(3, 4)),
+    "foreach": lambda m, x: torch._foreach_add([x, m(x)], 1)[1],
+    "custom function": lambda m, x: Square.apply(m(x)),
+}
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+@pytest.mark.parametrize("what", READ)
+def test_states_are_read_at_each_call(what: str) -> None:
+    model, function = nn.Linear(4, 4), READ[what]
+    graph = graph_of(model, function)
+    for step in range(3):
+        with torch.no_grad():
+            K.fill_(step)
+            model.weight.add_(1.0)
+            model.bias.mul_(-1.5)
+            x = values(3, 4, seed=step).float()
+            want = model(x) + 1 if what == "out" else model(x).square() if what == "custom function" else None
+        got = graph(x)
+        with torch.no_grad():
+            wanted = function(graph.model, x) if want is None else want
+        same(got, wanted, within=1e-6)
+    assert graph._captures == 1
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    with pytest.raises(GraphError, match="vmap"):
+        graph_of(nn.Linear(4, 4), lambda m, x: torch.vmap(lambda row: m(row))(x))(torch.randn(3, 4))
+
+
+def test_a_seed_in_build_is_refused() -> None:
+    def seeded(model: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return x + torch.rand(4)
+
+    with pytest.raises(GraphError, match="seeds"):
+        graph_of(nn.Linear(4, 4), seeded)(torch.randn(3, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------- functions of ours
+
+
+def ours_on_ranks() -> None:
+    placement = flow.placement("cpu", [0, 1])
+    model, x = nn.Linear(4, 4).double(), values(4, 4)
+    nn.init.constant_(model.weight, 0.5), nn.init.constant_(model.bias, 0.25)
+    model.to_global(placement, B)
+    mapped = flow.local_map(lambda t: (t * 2).sum(0, keepdim=True), out_sbp=flow.sbp.partial_sum, in_sbp=S(0))
+
+    def build(m: nn.Module, x: Tensor) -> Any:
+        y = m(x) + flow.zeros(4, 4, placement=placement, sbp=S(0)) + flow.arange(4, placement=placement, sbp=S(0))
+        y = y + flow.full((4,), 2.0, placement=placement, sbp=B)
+        y = y + x.new_ones(4, 4) + torch.ones_like(x) + flow.eye(4, placement=placement, sbp=S(1)) + flow.tensor([1.0, 2, 3, 4], placement=placement, sbp=B)
+        return y + mapped(x) + torch.ones(2, 4).to_global(placement, S(0), check_meta=False) + torch.ones(2, 4).to_global(placement, S(0))
+
+    given = x.to_global(placement, B).to_global(sbp=S(0))
+    graph = graph_of(model, build)
+    for _ in range(2):
+        same(graph(given), whole(build(model, given)))
+    with pytest.raises(RuntimeError, match=r"shape|size"):  # there its parts of two rows are all there is
+        graph.on_one_device()(x)
+
+    def random_numbers(m: nn.Module, x: Tensor) -> Any:
+        return x + flow.randn(4, 4, placement=placement, sbp=S(0)) + flow.rand(300, 300, placement=placement, sbp=S(1)).mean() + torch.randn_like(x)
+
+    drawing = graph_of(model, random_numbers)
+    drawing(given)
+    outs = []
+    for run in (lambda: drawing(given), lambda: random_numbers(model, given)):
+        barrier()
+        torch.manual_seed(3)
+        barrier()
+        outs.append(whole(run()))
+    torch.testing.assert_close(outs[0], outs[1])
+    assert drawing.on_one_device()(x)[0].shape == (4, 4)
+
+    local = graph_of(model, lambda m, x: m(x).to_local() * 2)
+    same(local(given), model(given).to_local() * 2)
+    with pytest.raises(GraphError, match=FILE):
+        local.on_one_device()
+
+
+def test_creation_local_map_and_to_local_in_build() -> None:
+    simulate(2, ours_on_ranks, timeout=60.0)
+
+
+def one_fails() -> None:
+    placement = flow.placement("cpu", [0, 1])
+    model, x = nn.Linear(4, 4).to_global(placement, B), torch.ones(4, 4).to_global(placement, B)
+
+    def build(m: nn.Module, x: Tensor) -> Any:
+        if world().rank == 1:
+            raise ValueError("on purpose")
+        return torch.ones(2, 4).to_global(placement, S(0)) + x
+
+    with pytest.raises(ValueError if world().rank == 1 else GraphError, match="on purpose"):
+        graph_of(model, build)(x)
+    same(graph_of(model, lambda m, x: x * 2)(x), torch.full((4, 4), 2.0))
+
+
+def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
+    simulate(2, one_fails, timeout=30.0)

@@ -80,7 +80,7 @@ class Local(Differentiated):
     def standing(self, a: Any) -> Any:
         """The same nest of arguments with stand-ins for real tensors."""
         if isinstance(a, torch.Tensor):
-            if _torch.is_fake(a):
+            if _torch.is_fake(a) or id(a) in self.known:  # (a meta tensor is no fake one)
                 return a
             found = self._fakes.get(id(a))
             if found is None:
