@@ -1,7 +1,7 @@
 """Partition: a captured graph with stages, cut into one program for each stage of this rank, and what crosses between stages.
 
 Which stage an op belongs to follows from the logical graph, so all ranks agree: the module it runs in says so, or what it works on, or who uses it. What
-plain tensors need (positions, masks) is computed again in each stage that uses it.
+follows from plain tensors alone (positions, masks) is computed again in each stage that uses it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import fx
 
 from ...distributed.world import world
 from ...placement import Placement
-from ...plans import tensors_in
 from ...sbp import broadcast
 from ...spec import Spec
 from ...wrapper import GlobalTensor
 from ..capture import Captured
 from ..errors import GraphError
+from ..passes.facts import Memory
 from ..steps import Boxing, autocast, backward, set_grad_enabled
+from .assign import stages_of_nodes
 from .transfer import Edge
 
 __all__ = ["Cut", "Part", "cut"]
@@ -53,6 +54,8 @@ class Part:
     entry: fx.Node | None = None  # the last input in the program
     last: fx.Node | None = None  # the last state
     now: tuple[Any, Any] = (None, None)
+    wanted: list[Key] = field(default_factory=list)  # what other stages, the call and backward take
+    leaving: dict[Key, fx.Node] = field(default_factory=dict)
 
 
 class Cut(NamedTuple):
@@ -73,29 +76,21 @@ class _Cutter:
     def __init__(self, captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> None:
         self.captured, self.placements, self.given = captured, placements, inputs
         self.rank = world().rank
-        self.parts = {k: Part(k) for k, p in enumerate(placements) if p.coordinate(self.rank) is not None}
+        self.held = [k for k, p in enumerate(placements) if p.coordinate(self.rank) is not None]
+        self.parts: dict[int, Part] = {}
         self.nodes = list(captured.program.nodes)
-        self.stage_of_call = _stages(captured.logical, placements)
+        self.memory = Memory(captured.program)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = {node: i for i, node in enumerate(self.nodes[: captured.inputs])}
         self.boxes = {node: i for i, node in enumerate(n for n in self.nodes if _crosses(n))}
-        self.stages = self._assign()
+        self.stages = stages_of_nodes(captured, placements, inputs, self.memory, set(self.boxes))
         self.states = self._switches()
-
-    # Which stage
-
-    def _assign(self) -> dict[fx.Node, int | None]:
-        """The stage of each node; None: of none, computed wherever it is used."""
-        found: dict[fx.Node, int | None] = {}
+        self.by_box = {i: node for node, i in self.boxes.items()}
+        self.by_value = {node.meta["value"]: node for node in self.nodes if "value" in node.meta}
+        self.writers: dict[Any, list[fx.Node]] = {}  # of memory
         for node in self.nodes:
-            if node.op in ("placeholder", "get_attr", "output"):
-                found[node] = None
-                continue
-            own = self.stage_of_call.get(node.meta.get("call", -1), node.meta.get("stage"))
-            if own is None:
-                own = max((s for a in node.all_input_nodes if (s := found[a]) is not None), default=None)
-            found[node] = own
-        return found
+            for memory in self.memory.writes(node):
+                self.writers.setdefault(memory, []).append(node)
 
     def home(self, placement: Placement) -> int:
         """The first stage that lies on this placement."""
@@ -103,8 +98,8 @@ class _Cutter:
             if p is placement:
                 return k
         raise GraphError(
-            f"a tensor of a pipeline lies on {placement!r}, where no stage is (they are on {', '.join(map(repr, self.placements))}): bring it to the placement of "
-            "the stage that uses it before the call, or with to_global in build()"
+            f"a tensor of a pipeline lies on {placement!r}, where no stage is (they are on {', '.join(map(repr, self.placements))}): bring it to the "
+            "placement of the stage that uses it before the call, or with to_global in build()"
         )
 
     def source(self, node: fx.Node, spec: Spec) -> int:
@@ -130,27 +125,106 @@ class _Cutter:
     # Emitting
 
     def cut(self) -> Cut:
-        loss = None
-        for node in self.nodes:
-            if node.op in ("placeholder", "get_attr", "output") or node.target in (set_grad_enabled, autocast) or node in self.boxes:
-                continue
-            if node.target is backward:
-                loss = self._loss(node, loss)
-                continue
-            stage = self.stages[node]
-            part = self.parts.get(stage) if stage is not None else None
-            if part is not None:
-                self._emit(node, part)
-        return self._joined(loss)
+        loss = self._loss()
+        results = self._results()
+        always: dict[int, list[Key]] = {k: [] for k in range(len(self.placements))}
+        values: dict[Key, fx.Node] = {}
+        where = []
+        for node, spec in results:
+            k, key = self.source(node, spec), ("result", *self._name(node))
+            values[key] = node
+            where.append((k, key))
+            _place(always[k], key)
+        if loss is not None:
+            values["loss",] = loss[1]
+            _place(always[loss[0]], ("loss",))
+        # What a stage is asked for may have to come from another one, in its turn: until nobody needs more.
+        told: dict[int, list[Need]] = {k: [] for k in always}
+        while True:
+            outputs = {k: list(keys) for k, keys in always.items()}
+            for k in always:
+                for need in told[k]:
+                    if need.source >= 0:
+                        _place(outputs[need.source], need.key)
+            before, told = told, self._told(outputs, values)
+            if told == before:
+                break
+        edges, fed = self._edges(told, outputs)
+        for part in self.parts.values():
+            part.outputs = outputs[part.number]
+            if loss is not None and loss[0] == part.number:
+                part.loss = part.outputs.index(("loss",)), loss[2]
+        return Cut(self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where])
 
-    def _loss(self, node: fx.Node, before: Any) -> tuple[int, fx.Node, Spec]:
-        tensors: Any = node.args[0]
-        if before is not None or len(tensors) != 1:
-            raise GraphError("a pipeline has one loss, of which backward() is called once: add the losses")
+    def _emitted(self, part: Part, values: Mapping[Key, fx.Node]) -> None:
+        """The stage's program: its own nodes, and those of no stage that they or the outputs need, in the order of the user's code."""
+        roots = [self._output(key, values) for key in part.wanted]
+        mine = [n for n in self.nodes if self.stages[n] == part.number and n.op != "output" and not self._special(n)]
+        floating = self._floating(part, [*mine, *roots])
+        leaving: dict[fx.Node, list[Key]] = {}
+        for key in part.wanted:
+            leaving.setdefault(self._leaves_at(key, part), []).append(key)
+        here = set(mine)
+        for node in self.nodes:
+            for key in leaving.get(node, ()):
+                part.leaving[key] = self._leaving(part, key, values)
+            if node in here or node in floating:
+                self._emit(node, part)
+        outs = [part.leaving[key] for key in part.wanted]
+        self._switch(part, (True, part.now[1]) if part.now[0] is False else part.now)
+        part.graph.output(tuple(outs))
+
+    def _special(self, node: fx.Node) -> bool:
+        return node.target in (set_grad_enabled, autocast, backward) or node in self.boxes
+
+    def _floating(self, part: Part, roots: Sequence[fx.Node]) -> set[fx.Node]:
+        """The calls of no stage that these need, and what writes into their memory."""
+        found: set[fx.Node] = set()
+        todo, seen = list(roots), set[fx.Node]()
+        while todo:
+            node = todo.pop()
+            if node in seen or node in self.boxes or self.stages[node] not in (None, part.number):
+                continue
+            seen.add(node)
+            todo += node.all_input_nodes
+            if self.stages[node] is None and node.op.startswith("call_"):
+                found.add(node)
+                todo += [w for w in self.writers.get(self.memory.of(node), ()) if self.stages[w] is None]
+        return found
+
+    def _leaves_at(self, key: Key, part: Part) -> fx.Node:
+        """Before which node a value leaves: what is written into it later does not count."""
+        if key[0] == "box":
+            return self.by_box[key[1]]
+        if key[0] == "value":
+            away = [u for u in self.by_value[key[1]].users if self.stages[u] not in (None, part.number)]
+            return min(away, key=self.order.__getitem__, default=self.nodes[-1])
+        return self.nodes[-1]
+
+    def _output(self, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
+        return self.by_box[key[1]].args[0] if key[0] == "box" else self.by_value[key[1]] if key[0] == "value" else values[key]  # type: ignore[return-value]
+
+    def _loss(self) -> tuple[int, fx.Node, Spec] | None:
+        """Stage, node and layout of what backward() is called of."""
+        found = [node for node in self.nodes if node.target is backward]
+        for node in self.captured.logical.nodes:
+            given = [*node.args[1:2], node.kwargs.get("gradient")] if node.target == "backward" else ()
+            if any(v is not None for v in given):
+                raise GraphError(f"backward(gradient) in a pipeline: multiply the loss by it, sum, and call backward()\n  {node.meta.get('where', '')}")
+            if node.target is torch.autograd.grad:
+                raise GraphError(
+                    "torch.autograd.grad in a pipeline: gradients do not come back to build() from other stages; call backward() of the loss, and use "
+                    f"gradients in a hook of the optimizer (optimizer.register_step_pre_hook)\n  {node.meta.get('where', '')}"
+                )
+        if not found:
+            return None
+        tensors: Any = found[0].args[0]
+        if len(found) > 1 or len(tensors) != 1:
+            raise GraphError("a pipeline has one loss, of which backward() is called once: add the losses and call backward() of the sum")
         value = tensors[0]
         spec = value.meta.get("spec")
         if spec is None:
-            raise GraphError("the loss of a pipeline must be a global tensor")
+            raise GraphError("the loss of a pipeline must be a global tensor: compute it from what the stages give, without to_local()")
         return self.source(value, spec), value, spec
 
     def _emit(self, node: fx.Node, part: Part) -> fx.Node:
@@ -184,9 +258,7 @@ class _Cutter:
             made.meta = dict(node.meta)
         elif node in self.boxes:
             return self._crossing(node, part)
-        elif self.stages[node] is None:
-            return self._emit(node, part)
-        elif self.stages[node] == part.number:
+        elif self.stages[node] in (None, part.number):
             raise GraphError(f"stage {part.number} of the pipeline uses {node.name} before it is made")
         else:
             return self._from_other(node, part)
@@ -222,6 +294,10 @@ class _Cutter:
             found.meta.update(val=node.meta.get("val"))
             part.needs.append(need)
         part.known[node] = found
+        if any(self.stages[w] in (None, part.number) for w in self.writers.get(self.memory.of(node), ())):
+            # What has come in is a leaf, which may be read again: it is not written into.
+            found = part.known[node] = part.graph.call_method("clone", (found,))
+            found.meta.update(val=node.meta.get("val"), effect=False, calls=1, stage=part.number, module="", region=None)
         return found
 
     def _crossing(self, node: fx.Node, part: Part) -> fx.Node:
@@ -243,7 +319,10 @@ class _Cutter:
         """A value of another stage on the same placement."""
         spec = node.meta.get("spec")
         if spec is None or "value" not in node.meta:
-            raise GraphError(f"stage {part.number} of the pipeline uses {node.name}, a local tensor of stage {self.stages[node]}: only global tensors cross stages")
+            raise GraphError(
+                f"stage {part.number} of the pipeline uses {self._said(node)}, a plain tensor of stage {self.stages[node]}: only global tensors cross stages; "
+                "make it global (to_global) where it is made, or make it again where it is used"
+            )
         whole = _whole(spec)
         came = self.need(node, part, Need(("value", node.meta["value"]), self.source(node, spec), whole, whole, bool(node.meta["val"].requires_grad)))
         if whole is not spec:
@@ -255,12 +334,9 @@ class _Cutter:
 
     # Putting together
 
-    def _joined(self, loss: Any) -> Cut:
-        results = self._results()
-        told = self._told({k: part.needs for k, part in self.parts.items()})
+    def _edges(self, told: Mapping[int, list[Need]], outputs: Mapping[int, list[Key]]) -> tuple[list[Edge], dict[tuple[int, int], int]]:
         edges: list[Edge] = []
         fed = {}
-        outputs: dict[int, list[Key]] = {k: [] for k in range(len(self.placements))}
         for k in range(len(self.placements)):
             for i, need in enumerate(told[k]):
                 if need.source < 0:
@@ -269,20 +345,18 @@ class _Cutter:
                     continue
                 if need.source >= k:
                     raise GraphError(
-                        f"stage {k} of the pipeline needs a value of stage {need.source}, which comes after it (a weight that both use must lie in the earlier one)"
+                        f"stage {k} of the pipeline needs {self._said(self._output(need.key, {}))} of stage {need.source}, which does not come before "
+                        "it: compute it in an earlier stage; a weight that both use must lie in the earlier one"
                     )
-                edges.append(Edge(need.source, _place(outputs[need.source], need.key), k, i, need.src, need.dst, need.differentiable))
-        where = []
-        for node, spec in results:
-            k = self.source(node, spec)
-            where.append((k, _place(outputs[k], ("result", *_name(node, self)))))
-        if loss is not None:
-            _place(outputs[loss[0]], ("loss",))
-        values = {("loss",): loss[1:]} if loss is not None else {}
-        values.update({("result", *_name(node, self)): (node, spec) for node, spec in results})
-        for k, part in self.parts.items():
-            self._finish(part, outputs[k], values, loss if loss is not None and loss[0] == k else None)
-        return Cut(self.parts, edges, fed, where)
+                edges.append(Edge(need.source, outputs[need.source].index(need.key), k, i, need.src, need.dst, need.differentiable))
+        return edges, fed
+
+    def _said(self, node: fx.Node) -> str:
+        """A node as the user wrote it."""
+        if "state" in node.meta:
+            return f"the weight {node.name}"
+        where = next((n.meta.get("where") for n in self.captured.logical.nodes if n.meta.get("call") == node.meta.get("call") and n.meta.get("where")), "")
+        return f"a value ({node.name}" + (f", {where})" if where else ")")
 
     def _results(self) -> list[tuple[fx.Node, Spec]]:
         out: Any = self.nodes[-1].args[0]
@@ -293,43 +367,42 @@ class _Cutter:
             results.append((node, spec))
         return results
 
-    def _told(self, mine: Mapping[int, list[Need]]) -> dict[int, list[Need]]:
-        """What each stage needs, from a rank that holds it."""
+    def _told(self, outputs: Mapping[int, list[Key]], values: Mapping[Key, fx.Node]) -> dict[int, list[Need]]:
+        """Make this rank's parts, which give ``outputs``; what each stage then needs, from a rank that holds it. Raises GraphError on all ranks, or on none."""
+        mine: dict[int, list[Need]] | str = {}
+        try:
+            self.parts = {k: Part(k, wanted=outputs[k]) for k in self.held}
+            for part in self.parts.values():
+                self._emitted(part, values)
+            mine = {k: part.needs for k, part in self.parts.items()}
+        except GraphError as error:
+            mine = str(error)
         here = world()
-        everyone = here.comm(tuple(range(here.size))).all_gather_object(dict(mine)) if here.size > 1 else [dict(mine)]
+        everyone = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+        failed = next((r for r, told in enumerate(everyone) if isinstance(told, str)), None)
+        if failed is not None:
+            raise GraphError(everyone[failed])
         return {k: [Need(*need) for need in everyone[p.flat[0]][k]] for k, p in enumerate(self.placements)}
 
-    def _finish(self, part: Part, wanted: list[Key], values: Mapping[Key, tuple[fx.Node, Spec]], loss: Any) -> None:
-        by_box = {i: node for node, i in self.boxes.items()}
-        by_value = {node.meta["value"]: node for node in self.nodes if "value" in node.meta}
-        outs = []
-        for key in wanted:
-            if key[0] == "box":
-                node = by_box[key[1]]
-                outs.append(self._leaving(part, node.args[0], node.meta["box"][0], node.target.grad))
-            elif key[0] == "value":
-                node = by_value[key[1]]
-                outs.append(self._leaving(part, node, node.meta["spec"], None))
-            else:
-                outs.append(self.value(values[key][0], part))
-        self._switch(part, (True, part.now[1]) if part.now[0] is False else part.now)
-        part.graph.output(tuple(outs))
-        part.outputs = wanted
-        if loss is not None:
-            part.loss = wanted.index(("loss",)), loss[2]
-
-    def _leaving(self, part: Part, node: fx.Node, spec: Spec, grad: Spec | None) -> fx.Node:
-        """A value as it crosses: not partial."""
-        made, whole = self.value(node, part), _whole(spec)
-        if whole is spec and grad is None:
+    def _leaving(self, part: Part, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
+        """A value as it crosses: not partial, and as it is now."""
+        node = self._output(key, values)
+        made = self.value(node, part)
+        if key[0] not in ("box", "value"):
             return made
-        out = part.graph.call_function(Boxing(spec, whole, grad, "pipeline", True), (made,))
-        out.meta.update(val=node.meta["val"], effect=False, calls=1, box=(spec, whole))
-        return out
+        spec = self.by_box[key[1]].meta["box"][0] if key[0] == "box" else node.meta["spec"]
+        grad = self.by_box[key[1]].target.grad if key[0] == "box" else None  # type: ignore[union-attr]
+        whole = _whole(spec)
+        if whole is not spec or grad is not None:
+            made = part.graph.call_function(Boxing(spec, whole, grad, "pipeline", True), (made,))
+            made.meta.update(val=node.meta["val"], effect=False, calls=1, box=(spec, whole))
+        elif any(self.order[w] > self.order[self._leaves_at(key, part)] for w in self.writers.get(self.memory.of(node), ())):
+            made = part.graph.call_method("clone", (made,))
+            made.meta.update(val=node.meta["val"], effect=False, calls=1, stage=part.number, module="", region=None)
+        return made
 
-
-def _name(node: fx.Node, cutter: _Cutter) -> tuple[Any, ...]:
-    return ("input", cutter.inputs[node]) if node in cutter.inputs else ("value", node.meta.get("value", node.meta.get("state")))
+    def _name(self, node: fx.Node) -> tuple[Any, ...]:
+        return ("input", self.inputs[node]) if node in self.inputs else ("node", self.order[node])
 
 
 def _place(outputs: list[Key], key: Key) -> int:
@@ -358,30 +431,3 @@ def _specs(structure: Any) -> Iterator[Spec | None]:
     elif isinstance(structure, dict):
         for v in structure.values():
             yield from _specs(v)
-
-
-def _stages(logical: fx.Graph, placements: Sequence[Placement]) -> dict[int, int | None]:
-    """The stage of each of the user's calls, by its number."""
-    found: dict[fx.Node, int | None] = {}
-    floating: list[fx.Node] = []
-    for node in logical.nodes:
-        if node.op not in ("call_function", "call_method"):
-            found[node] = None
-            continue
-        where = next((t._spec.placement for t in tensors_in(node.meta.get("val"), []) if isinstance(t, GlobalTensor)), None)
-        stage = node.meta.get("stage")
-        if stage is None:
-            stage = max((s for a in node.all_input_nodes if (s := found[a]) is not None), default=None)
-            if stage is not None and where is not None and placements[stage] is not where:
-                later = [k for k, p in enumerate(placements) if p is where]
-                if not later:
-                    raise GraphError(f"{node.name} puts a tensor on {where!r}, where no stage of the pipeline lies")
-                stage = next((k for k in later if k >= stage), later[0])
-        found[node] = stage
-        if stage is None and where is not None:
-            floating.append(node)
-    for node in reversed(floating):
-        where = next(t._spec.placement for t in tensors_in(node.meta.get("val"), []) if isinstance(t, GlobalTensor))
-        users = [s for u in node.users if (s := found.get(u)) is not None and placements[s] is where]
-        found[node] = min(users, default=next((k for k, p in enumerate(placements) if p is where), None))
-    return {node.meta["call"]: stage for node, stage in found.items() if "call" in node.meta}

@@ -44,9 +44,17 @@ class Staged:
     """Runs the micro-batches of a call through the stages."""
 
     def __init__(
-        self, captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], states: Sequence[State], micros: int, wanted: Any, credits: int,
-        name: str, backend: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        captured: Captured,
+        placements: Sequence[Placement],
+        inputs: Sequence[torch.Tensor],
+        states: Sequence[State],
+        micros: int,
+        wanted: Any,
+        credits: int,
+        name: str,
+        backend: str | None = None,
+    ) -> None:
         self.captured, self.micros = captured, micros
         made = cut(captured, placements, inputs)
         crossing = {(e.source, e.target) for e in made.edges if e.source >= 0}
@@ -70,8 +78,9 @@ class Staged:
         for stage, number in made.results:
             wanted_outputs.setdefault(stage, []).append(number)
         self.results, self.fed = made.results, made.fed
-        self.specs = [spec for spec in _specs_of(captured)]
-        self.pipeline = Pipeline(stages, placements, made.edges, self.schedule, outputs={k: wanted_outputs.get(k, ()) for k in range(len(placements))}, credits=credits)
+        self.specs = list(_specs_of(captured))
+        outputs = {k: wanted_outputs.get(k, ()) for k in range(len(placements))}
+        self.pipeline = Pipeline(stages, placements, made.edges, self.schedule, outputs=outputs, credits=credits)
 
     def __call__(self, micros: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
         """The local inputs of each micro-batch -> the local results of each; empty ones on ranks that do not hold them."""
