@@ -344,6 +344,7 @@ class Graph:
             captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
+        self.__dict__["_last"] = built
         self._debug.log(self, captured, built.module)
         return built
 

@@ -1,0 +1,580 @@
+"""What a graph trains with and what may change between its calls: optimizers, schedules, gradients read in build(), scalers, precision, state, errors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bodies import Bodies
+from support.pool import run_on
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler as lr
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
+from globaltensor.graph.errors import GraphError
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+FILE = __file__.rsplit("/", 1)[-1]
+bodies = Bodies()
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    """The same numbers on every rank, from no generator that simulated ranks share."""
+    numbers = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=numbers) * 0.5)
+    return model
+
+
+def batch(step: int, n: int = 4) -> Tensor:
+    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(model, x)
+    loss.backward()
+    return loss
+
+
+class Training(flow.nn.Graph):
+    def __init__(self, model: nn.Module, *optimizers: Any, step: Callable[..., Any] = backward, schedule: Any = None, scaler: Any = None) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer, lr_sch=schedule)
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, x: Tensor) -> Any:
+        return self.step(self.model, x)
+
+
+class Evaluation(flow.nn.Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def whole(x: Any) -> Tensor:
+    return x.detach().to_global(sbp=[B] * x.placement.axes).to_local() if x.is_global else x.detach()  # type: ignore[no-any-return]
+
+
+def same(got: Any, want: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(whole(got), want.detach(), rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
+
+
+def same_parameters(model: nn.Module, plain: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        same(p, q, name)
+
+
+def looped(make: Callable[[nn.Module], optim.Optimizer], schedule: Any = None, step: Callable[..., Any] = backward, split: bool = False) -> None:
+    """A graph beside the plain loop, five steps; ``split``: on two ranks with data split."""
+    plain, model = model_of(), model_of()
+    placement = flow.placement("cpu", [0, 1]) if split else None
+    if placement is not None:
+        model.to_global(placement, B)  # type: ignore[operator]
+    theirs, ours = make(plain), make(model)
+    their_schedule, our_schedule = (schedule(theirs), schedule(ours)) if schedule else (None, None)
+    graph = Training(model, ours, step=step, schedule=our_schedule)
+    for i in range(5):
+        theirs.zero_grad()
+        want = step(plain, batch(i))
+        theirs.step()
+        if their_schedule is not None:
+            their_schedule.step()
+        given = batch(i) if placement is None else batch(i).to_global(placement, B).to_global(sbp=S(0))
+        same(graph(given), want, f"loss of step {i}")
+    same_parameters(model, plain)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    name: lambda m, name=name: getattr(optim, name)(m.parameters(), lr=0.01)  # type: ignore[misc]
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor")
+} | {
+    "amsgrad": lambda m: optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+    "groups": lambda m: optim.SGD([{"params": m[0].parameters(), "lr": 0.5}, {"params": m[2].parameters(), "momentum": 0.9}], lr=0.1),  # type: ignore[index]
+}
+if hasattr(optim, "Muon"):
+    OPTIMIZERS["Muon"] = lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01)
+SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "ChainedScheduler": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.1, 2), lr.ExponentialLR(o, 0.9)]),
+    "ConstantLR": lambda o: lr.ConstantLR(o, 0.5, 2),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, 2),
+    "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.5),
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "LinearLR": lambda o: lr.LinearLR(o, 0.1, 1.0, 3),
+    "MultiStepLR": lambda o: lr.MultiStepLR(o, [1, 3]),
+    "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda step: 0.9),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, total_steps=8),
+    "PolynomialLR": lambda o: lr.PolynomialLR(o, 4),
+    "SequentialLR": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, 1.0, 2), lr.ExponentialLR(o, 0.5)], [2]),
+    "StepLR": lambda o: lr.StepLR(o, 2, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str) -> None:
+    looped(OPTIMIZERS[name])
+    simulate(2, looped, OPTIMIZERS[name], None, backward, True, timeout=30.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*step.*epoch")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule(name: str) -> None:
+    looped(OPTIMIZERS["SGD"], SCHEDULES[name])
+
+
+# ---------------------------------------------------------------------------------------------------------------- gradients in build()
+
+
+def clipped_norm(model: nn.Module, x: Tensor) -> Tensor:
+    loss = backward(model, x)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return loss
+
+
+def clipped_values(model: nn.Module, x: Tensor) -> Tensor:
+    loss = backward(model, x)
+    nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    return loss
+
+
+def edited(model: nn.Module, x: Tensor) -> Tensor:
+    loss = backward(model, x)
+    weights = list(model.parameters())
+    weights[0].grad.mul_(0.5)  # type: ignore[union-attr]
+    weights[1].grad = weights[1].grad * 2 + weights[1].detach()  # type: ignore[operator]
+    weights[2].grad = None
+    assert weights[2].grad is None
+    return loss + weights[0].grad.norm()  # type: ignore[no-any-return,union-attr]
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x).square().mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    loss: Tensor = out + slope.square().sum()
+    loss.backward()
+    return loss
+
+
+def hooked(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    out.register_hook(lambda grad: grad * 3)
+    loss: Tensor = out.square().mean()
+    loss.backward()
+    return loss
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    (loss * 2).backward()
+    return loss
+
+
+@pytest.mark.parametrize("step", [clipped_norm, clipped_values, edited, penalised, hooked, twice])
+def test_gradients_in_build(step: Callable[..., Any]) -> None:
+    looped(OPTIMIZERS["SGD"], None, step)
+    simulate(2, looped, OPTIMIZERS["SGD"], None, step, True, timeout=30.0)
+
+
+def test_gradients_that_are_not_complete_are_not_read() -> None:
+    for scaler, micros in ((flow.amp.StaticGradScaler(8.0), 1), (None, 2)):
+        model = model_of()
+        graph = Training(model, optim.SGD(model.parameters(), lr=0.1), step=clipped_norm, scaler=scaler)
+        graph.config.set_gradient_accumulation_steps(micros)
+        with pytest.raises(GraphError, match="register_step_pre_hook"):
+            graph(batch(0))
+
+
+def test_hooks_of_the_optimizer_see_complete_gradients() -> None:
+    plain, model = model_of(), model_of()
+    theirs, ours = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    for optimizer, m in ((theirs, plain), (ours, model)):
+        optimizer.register_step_pre_hook(lambda *_, m=m: nn.utils.clip_grad_norm_(m.parameters(), 0.01) and None)
+    graph = Training(model, ours)
+    graph.config.set_gradient_accumulation_steps(2)
+    for i in range(3):
+        theirs.zero_grad()
+        want = backward(plain, batch(i))
+        theirs.step()
+        same(graph(batch(i)), want)
+    same_parameters(model, plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------- scalers and precision
+
+
+@pytest.mark.parametrize("make", [lambda: flow.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2), lambda: flow.amp.StaticGradScaler(128.0, "cpu")])
+def test_scalers(make: Callable[[], Any]) -> None:
+    plain, model, theirs, ours = model_of(), model_of(), make(), make()
+    one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    graph = Training(model, two, scaler=ours)
+    for i in range(4):
+        one.zero_grad()
+        theirs.scale(loss_of(plain, batch(i))).backward()
+        theirs.step(one)
+        theirs.update()
+        graph(batch(i))
+        assert ours.get_scale() == theirs.get_scale()
+    same_parameters(model, plain)
+    assert ours.get_scale() == (128.0 if isinstance(ours, flow.amp.StaticGradScaler) else 256.0)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped() -> None:
+    model = nn.Linear(4, 2)
+    before, scaler = copy.deepcopy(model), flow.amp.StaticGradScaler(1e30, "cpu")
+    Training(model, optim.SGD(model.parameters(), lr=0.1), scaler=scaler)(torch.full((4, 4), 1e30))
+    same_parameters(model, before)
+    assert scaler.get_scale() == pytest.approx(1e30)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_is_autocast(dtype: torch.dtype) -> None:
+    plain, model = model_of().float(), model_of().float()
+    one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    graph = Training(model, two)
+    graph.config.enable_amp(True, dtype=dtype)
+    for i in range(3):
+        one.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            want = loss_of(plain, batch(i).float())
+        want.backward()
+        one.step()
+        same(graph(batch(i).float()), want)
+    same_parameters(model, plain)
+    evaluation = Evaluation(model)
+    evaluation.config.enable_amp(True, dtype=dtype)
+    assert evaluation(batch(0).float()).dtype is dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------- between calls
+
+
+def test_what_changes_between_calls_is_seen() -> None:
+    plain, model = model_of(), model_of()
+    one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    graph, evaluation, saved = Training(model, two), Evaluation(model), copy.deepcopy(plain.state_dict())
+
+    def step(i: int) -> None:
+        one.zero_grad()
+        want = backward(plain, batch(i))
+        one.step()
+        same(graph(batch(i)), want, f"loss {i}")
+        same_parameters(model, plain)
+        same(evaluation(batch(i)), plain(batch(i)), f"evaluation {i}")
+
+    step(0)
+    for m in (plain, model):
+        m.load_state_dict(saved)
+    step(1)
+    with torch.no_grad():
+        for m in (plain, model):
+            m[0].weight.copy_(torch.ones(8, 4))
+            m[2].weight.data = torch.ones(2, 8, dtype=torch.float64)
+    step(2)
+    for m in (plain, model):
+        m[0].weight.requires_grad_(False)
+        m[2].bias.requires_grad_(False)
+    step(3)
+    assert model[0].weight.grad is None
+    for m in (plain, model):
+        m[0].weight.requires_grad_(True)
+    step(4)
+    model.load_state_dict(copy.deepcopy(saved), assign=True)  # other parameters
+    same(evaluation(batch(0)), model(batch(0)))
+    model[0] = nn.Linear(4, 8).double()
+    same(evaluation(batch(0)), model(batch(0)))
+
+
+def test_training_and_evaluation_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).double()
+    graph = Evaluation(model)
+    for training in (True, False, True, False):
+        graph.model.train(training)
+        plain = copy.deepcopy(model)
+        torch.manual_seed(2)
+        got = graph(batch(0))
+        torch.manual_seed(2)
+        same(got, plain(batch(0)))
+        same(model[2].running_mean, plain[2].running_mean)  # type: ignore[arg-type]
+    assert graph._captures == 2
+
+
+def test_attributes_of_the_graph() -> None:
+    class Scaled(Evaluation):
+        factor, table = 2.0, torch.ones(2)
+
+        def build(self, x: Tensor) -> Any:
+            return self.model(x) * self.factor + self.table
+
+    model = model_of()
+    graph = Scaled(model)
+    for factor, table in ((2.0, torch.ones(2)), (3.0, torch.zeros(2)), (3.0, torch.arange(2.0))):
+        graph.factor, graph.table = factor, table
+        same(graph(batch(0)), model(batch(0)) * factor + table)
+    graph.table.add_(1)
+    same(graph(batch(0)), model(batch(0)) * 3 + torch.arange(2.0) + 1)
+
+
+def test_shapes_are_captured_once_and_kept_up_to_a_bound() -> None:
+    sizes: list[int] = []
+
+    @flow.nn.Graph.with_dynamic_input_shape(size=2)
+    class Counted(Evaluation):
+        def build(self, x: Tensor) -> Any:
+            sizes.append(len(x))
+            return self.model(x)
+
+    model = model_of()
+    graph = Counted(model)
+    for n in (1, 2, 1, 2, 3, 1, 2):
+        same(graph(batch(0, n)), model(batch(0, n)))
+    assert sizes == [1, 2, 3, 1, 2]
+    assert len(graph._built) == 2
+
+
+def test_trace() -> None:
+    model = model_of()
+
+    class Holds:
+        def __init__(self) -> None:
+            self.inner = model
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    for function in (lambda x, k=1: model(x) * k, model, Holds()):
+        graph = flow.nn.Graph.trace(function)
+        same(graph(batch(0)), model(batch(0)))
+        model.load_state_dict(model_of(3).state_dict(), assign=True)
+        same(graph(batch(0)), model(batch(0)))
+
+
+@bodies.on(2)
+def uneven_micro_batches() -> None:
+    placement = flow.placement("cpu", [0, 1])
+    for n, micros in ((8, 4), (10, 2), (6, 3), (9, 3), (5, 5)):
+        plain, model = model_of(), model_of().to_global(placement, B)  # type: ignore[operator]
+        one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+        graph = Training(model, two)
+        graph.config.set_gradient_accumulation_steps(micros)
+        for i in range(2):
+            one.zero_grad()
+            want = backward(plain, batch(i, n))
+            one.step()
+            same(graph(batch(i, n).to_global(placement, B).to_global(sbp=S(0))), want, f"{n} in {micros}")
+        same_parameters(model, plain)
+
+
+@bodies.on(2)
+def models_that_move() -> None:
+    both, last = flow.placement("cpu", [0, 1]), flow.placement("cpu", [1])
+    model, plain = model_of().to_global(both, B), model_of()  # type: ignore[operator]
+    graph, want = Evaluation(model), plain(batch(0))
+    same(graph(batch(0).to_global(both, B)), want)
+    model.to_global(both, S(0))
+    same(graph(batch(0).to_global(both, B)), want)
+    model.to_global(last, B)
+    out = graph(batch(0).to_global(both, B).to_global(last, B))
+    assert out.placement == last
+    same(out.to_global(both, B), want)
+
+
+@bodies.on(3)
+def some_of_the_ranks() -> None:
+    two, all_ = flow.placement("cpu", [1, 2]), flow.placement("cpu", [0, 1, 2])
+    plain, model = model_of(), model_of().to_global(two, B)  # type: ignore[operator]
+    one, other = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model))
+    graph = Training(model, other)
+    for i in range(3):
+        one.zero_grad()
+        want = backward(plain, batch(i, 5))
+        one.step()
+        got = graph(batch(i, 5).to_global(all_, B).to_global(two, S(0)))
+        assert got.placement == two
+        same(got.to_global(all_, B), want)
+
+
+@bodies.on(2)
+def a_step_that_fails() -> None:
+    placement = flow.placement("cpu", [0, 1])
+    plain, model = model_of(), model_of().to_global(placement, B)  # type: ignore[operator]
+    one, two = (optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    graph = Training(model, two)
+    for i in range(3):
+        one.zero_grad()
+        want = backward(plain, batch(i))
+        one.step()
+        given = batch(i).to_global(placement, B).to_global(sbp=S(0))
+        if i == 1:
+            broken = model[0].weight._local.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                graph(given)
+            broken.remove()
+            assert torch.is_grad_enabled()
+        same(graph(given), want)
+    same_parameters(model, plain)
+
+
+def into_other_placements(folder: Path, called: bool) -> None:
+    placement = flow.placement("cpu", [0, 1])
+
+    def graph_of(seed: int, sbp: Any) -> tuple[nn.Module, Training]:
+        model = model_of(seed).to_global(placement, sbp)  # type: ignore[operator]
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        return model, Training(model, optimizer, schedule=lr.StepLR(optimizer, 2, 0.5))
+
+    plain = model_of()
+    one = optim.AdamW(plain.parameters(), lr=0.1)
+    schedule = lr.StepLR(one, 2, 0.5)
+
+    def step(graph: Training, i: int) -> None:
+        one.zero_grad()
+        want = backward(plain, batch(i))
+        one.step()
+        schedule.step()
+        same(graph(batch(i).to_global(placement, B)), want, f"loss {i}")
+
+    _, first = graph_of(0, B)
+    for i in range(3):
+        step(first, i)
+    path = folder / f"{world().rank} {called}"
+    torch.save(first.state_dict(), path)
+    model, second = graph_of(1, S(0))
+    if called:
+        second(batch(9).to_global(placement, B))
+    second.load_state_dict(torch.load(path, weights_only=False))
+    for i in range(3, 6):
+        step(second, i)
+    same_parameters(model, plain)
+    assert all(p.sbp == (S(0),) for p in model.parameters())
+    assert second.state_dict()["System-Train-TrainStep"] == 6
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_state_goes_into_graphs_that_lie_otherwise(tmp_path: Path, called: bool) -> None:
+    simulate(2, into_other_placements, tmp_path, called, timeout=30.0)
+
+
+def test_uneven_micro_batches() -> None:
+    uneven_micro_batches()
+
+
+def test_models_that_move() -> None:
+    models_that_move()
+
+
+def test_some_of_the_ranks() -> None:
+    some_of_the_ranks()
+
+
+def test_a_step_that_fails_leaves_nothing_behind() -> None:
+    a_step_that_fails()
+
+
+@pytest.mark.parametrize("level", range(-1, 4))
+def test_debug_goes_through_logging(level: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = Evaluation(model_of())
+    graph.debug(level, op_repr_with_py_stack=True)
+    with caplog.at_level(logging.DEBUG):
+        graph(batch(0))
+    text = caplog.text
+    assert ["captured" in text, "MODULE" in text, "tanh" in text, "def forward" in text] == [level >= 0, level >= 1, level >= 1, level >= 3]
+    assert capsys.readouterr().out == ""
+    assert "(MODULE:model:Sequential)" in repr(graph)
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+
+def again(model: nn.Module, x: Tensor) -> Tensor:
+    loss = backward(model, x)
+    loss.backward()
+    return loss
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "twice": (again, rf"twice.*\n.*{FILE}:"),
+    "no backward": (loss_of, "calls no backward"),
+    "no scalar": (lambda m, x: m(x).backward(), "only for scalar"),
+    "nothing to derive": (lambda m, x: x.sum().backward(), rf"does not require grad\n.*{FILE}"),
+    "create_graph": (lambda m, x: loss_of(m, x).backward(create_graph=True), "create_graph"),
+    "retain_grad": (lambda m, x: m(x).retain_grad(), rf"retain_grad.*\n.*{FILE}"),
+    "a branch": (lambda m, x: backward(m, x) if loss_of(m, x) > 0 else None, FILE),
+    "a float": (lambda m, x: float(backward(m, x)), FILE),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_build_must_not_do(what: str) -> None:
+    model = model_of()
+    step, says = WRONG[what]
+    with pytest.raises((GraphError, RuntimeError), match=says):
+        Training(model, optim.SGD(model.parameters(), lr=0.1), step=step)(batch(0))
+
+
+def test_what_a_graph_must_not_be_given() -> None:
+    model, other = model_of(), model_of()
+
+    class Early(flow.nn.Graph):
+        def __init__(self) -> None:
+            self.model = model
+
+    with pytest.raises(GraphError, match=r"super\(\).__init__"):
+        Early()
+    with pytest.raises(GraphError, match="has no build"):
+        flow.nn.Graph()(batch(0))
+    inner = Evaluation(model)
+    with pytest.raises(GraphError, match="another graph"):
+        Evaluation(inner)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="another graph"):
+        flow.nn.Graph.trace(lambda x: inner(x))(batch(0))
+    with pytest.raises(GraphError, match="does not hold"):
+        Training(model, optim.SGD(other.parameters(), lr=0.1))(batch(0))
+    with pytest.raises(GraphError, match="closure"):
+        Training(model, optim.LBFGS(model.parameters()))
+    with pytest.raises(GraphError, match="got int"):
+        Training(model, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(GraphError, match="metric"):
+        Training(model, optimizer, schedule=lr.ReduceLROnPlateau(optimizer))
+    with pytest.raises(GraphError, match="add_optimizer"):
+        inner.optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(GraphError, match="can be compared"):
+        flow.nn.Graph.trace(lambda x, y: x)(batch(0), {1, 2})
+    with pytest.raises(GraphError, match="until it has an optimizer"):
+        flow.nn.Graph.trace(lambda x: loss_of(model, x).backward())(batch(0))
+    model[2].register_full_backward_hook(lambda module, given, got: None)
+    with pytest.raises(GraphError, match=r"model\.2 has backward hooks"):
+        Training(model, optim.SGD(model.parameters(), lr=0.1))(batch(0))
+
+
+def test_outputs_are_detached() -> None:
+    model = model_of()
+    graph = Training(model, optim.SGD(model.parameters(), lr=0.1), step=lambda m, x: (backward(m, x), m(x), m[0].weight))
+    assert not any(t.requires_grad for t in graph(batch(0)))
+
+
+def test_on_real_processes() -> None:
+    run_on(2, bodies.run)
