@@ -229,6 +229,7 @@ def sums(kind: str) -> Loss:
             "difference": lambda: a - b,
             "scaled": lambda: -a * 3 + b / 2,
             "shapes": lambda: a.reshape(20).view(4, 5).transpose(0, 1) + b.t(),
+            "views": lambda: (x @ m.u).t().to_global(sbp=B).view(-1) + (x @ m.v).t().to_global(sbp=B).view(-1),
             "zero": lambda: sum([a, b, a * 2]),
             "alpha": lambda: torch.add(a, b, alpha=0.25),
             "three": lambda: a + b + (x @ (m.u * m.v)).to_global(sbp=B),
@@ -238,7 +239,7 @@ def sums(kind: str) -> Loss:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["plain", "difference", "scaled", "shapes", "alpha", "three"])
+@pytest.mark.parametrize("kind", ["plain", "difference", "scaled", "shapes", "views", "alpha", "three"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_of_what_is_boxed_alike_are_boxed_once(kind: str, ranks: int) -> None:
     def body() -> None:
@@ -490,7 +491,6 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
 
 def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that does something else on one rank would leave the others waiting: none of its work is taken."""
-    original = order.PASSES
 
     def odd(graph: fx.Graph) -> None:
         if world().rank == 1:
@@ -503,7 +503,20 @@ def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.Monk
         assert boxings(graph.graph) == ["all_reduce"] * 2
 
     simulate(2, body)
-    monkeypatch.setattr(order, "PASSES", original)
+
+
+def test_a_pass_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(graph: fx.Graph) -> None:
+        if world().rank == 1:
+            raise GraphError("this rank cannot")
+
+    monkeypatch.setattr(order, "PASSES", (*order.PLAIN, odd))
+
+    def body() -> None:
+        with pytest.raises(GraphError, match="cannot" if world().rank == 1 else "program of rank 1 has failed: this rank cannot"):
+            both(Weights, twice, column(4, 6))
+
+    simulate(2, body)
 
 
 def test_a_pass_that_breaks_a_program_is_named() -> None:

@@ -129,7 +129,8 @@ def _unboxed(graph: fx.Graph, box: fx.Node, path: list[fx.Node]) -> fx.Node:
     at: Any = box.args[0]
     same = box.args[0].meta["val"].shape == box.meta["val"].shape
     for node in path:
-        new = graph.create_node(node.op, node.target, (at, *node.args[1:]), dict(node.kwargs))
+        # What was boxed is contiguous, what was not may lie otherwise.
+        new = graph.create_node(node.op, "reshape" if node.target == "view" else node.target, (at, *node.args[1:]), dict(node.kwargs))
         new.meta.update(node.meta, val=node.meta["val"] if same else at.meta["val"])
         at = new
     return at  # type: ignore[no-any-return]

@@ -40,16 +40,27 @@ def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
     """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose parts differ (an empty one, say) may have recorded what leads
     another pass to another result: they compare where they would meet, and where that differs, none moves any boxing. Collective among all ranks."""
     here = world()
-    before = {k: copy.deepcopy(graph) for k, graph in graphs.items()} if here.size > 1 else {}
-    for graph in graphs.values():
-        run(graph)
     if here.size == 1:
+        for graph in graphs.values():
+            run(graph)
         return dict(graphs)
+    before = {k: copy.deepcopy(graph) for k, graph in graphs.items()}
     mine: dict[tuple[int, ...], str] = {}
-    for graph in graphs.values():
-        for members, digest in meetings(graph, here.rank).items():
-            mine[members] = mine.get(members, "") + digest
-    if same(here.comm(tuple(range(here.size))).all_gather_object(mine)):
+    failed: Exception | None = None
+    try:
+        for graph in graphs.values():
+            run(graph)
+            for members, digest in meetings(graph, here.rank).items():
+                mine[members] = mine.get(members, "") + digest
+    except Exception as error:
+        failed = error
+    everyone = here.comm(tuple(range(here.size))).all_gather_object((mine, str(failed) if failed is not None else ""))
+    if failed is not None:
+        raise failed  # here, where it happened; the others say which rank it was
+    for rank, (_, error) in enumerate(everyone):
+        if error:
+            raise GraphError(f"a pass over the program of rank {rank} has failed: {error}")
+    if same([told for told, _ in everyone]):
         return dict(graphs)
     for graph in before.values():
         run(graph, PLAIN)
