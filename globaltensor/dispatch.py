@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from .bodies import body_of
+from .boxing import box
 from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .placement import Placement
@@ -167,12 +168,45 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         if isinstance(t, GlobalTensor) and t._spec.shown.placement not in found:
             found.append(t._spec.shown.placement)
     if len(found) > 1:
+        where = _place_of_scalars(tensors)
+        if where is not None:
+            return where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
             + "".join(f"  {p}\n" for p in found)
             + f"bring them together first, for example x.to_global(placement={found[0]!r})"
         )
     return found[0]
+
+
+def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
+    """Where operands of several placements meet if all of one placement are but single numbers, which go anywhere (as torch lets them from device to device).
+
+    None: tensors with dims lie on several placements. Of numbers alone, all ranks that have some.
+    """
+    places = list(dict.fromkeys(t._spec.placement for t in tensors if isinstance(t, GlobalTensor)))
+    sized = list(dict.fromkeys(t._spec.placement for t in tensors if isinstance(t, GlobalTensor) and t.dim()))
+    if len(sized) > 1:
+        return None
+    return sized[0] if sized else Placement(places[0].type, sorted({r for p in places for r in p.flat}))
+
+
+def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` with the numbers that lie elsewhere brought to ``where``: those that lie alike together."""
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    groups: dict[Spec, list[GlobalTensor]] = {}
+    for t in tensors:
+        if isinstance(t, GlobalTensor) and t._spec.placement is not where:
+            groups.setdefault(settle(t)._spec, []).append(t)
+    brought: dict[int, torch.Tensor] = {}
+    for group in groups.values():
+        values = torch.stack(group) if len(group) > 1 else group[0].unsqueeze(0)
+        spec = values._spec  # type: ignore[attr-defined]
+        there = spec.replace(placement=where, layout=[broadcast] * where.axes)
+        moved = GlobalTensor.wrap(box(values._local, spec, there, why=name_of(func)), there)  # type: ignore[attr-defined]
+        brought.update(zip(map(id, group), moved.unbind(), strict=True))
+    these = iter([brought.get(id(t), t) for t in tensors])
+    return func(*replaced(args, these), **replaced(kwargs, these))
 
 
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -186,6 +220,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
+    if any(isinstance(t, GlobalTensor) and t._spec.placement is not placement for t in tensors):
+        return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
     specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
@@ -300,7 +336,9 @@ def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
     cast = _torch.any_autocast()
     try:
-        with torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext(), warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext()):
+                stack.enter_context(one)
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))

@@ -13,8 +13,9 @@ from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import InplaceError
+from .placement import Placement
 from .plans import name_of, promote
-from .sbp import broadcast, partial_max, partial_min, partial_norm
+from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
 
@@ -35,14 +36,15 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = [None if t is None else _target(name, t._spec, writes) for t in owner]
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
-    where = next(s for s in specs if s is not None)
+    places = list(dict.fromkeys(s.placement for s in specs if s is not None))
 
     def localised(a: Any) -> Any:
         if isinstance(a, (list, tuple)) and len(a) == len(first) and a and isinstance(a[0], torch.Tensor):
             parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
             return parts if len(mine) == len(parts) else [parts[i] for i in mine]
         if isinstance(a, GlobalTensor):  # one number for all, such as a clipping factor
-            return box(a._local, a._spec, a._spec.replace(placement=where.placement, layout=[broadcast] * where.placement.axes), why=name)
+            there = [(p, box(a._local, a._spec, a._spec.replace(placement=p, layout=[broadcast] * p.axes), why=name)) for p in places]
+            return next((part for p, part in there if rank in p._coordinates), a._local)
         if isinstance(a, (list, tuple)) and len(a) == len(first) and len(mine) < len(first):
             return [a[i] for i in mine]
         return a
@@ -102,11 +104,31 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
     parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
     found = dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True)) if mine else {}
+    everyone = _together([s.placement for s in specs])
     out = []
     for i, spec in enumerate(specs):
+        if everyone is not None:
+            out.append(_contribution(found.get(i), spec, everyone, kind))
+            continue
         made = Spec.make((), found[i].dtype if i in found else spec.dtype, spec.placement, [kind if e.is_split else broadcast for e in spec.layout])
         out.append(GlobalTensor.wrap(found[i] if i in found else placeholder(made), made))
     return out
+
+
+def _together(placements: Sequence[Placement]) -> Placement | None:
+    """The ranks of all, where tensors lie on several placements (pipeline stages)."""
+    if all(p is placements[0] for p in placements):
+        return None
+    return Placement(placements[0].type, sorted({r for p in placements for r in p.flat}))
+
+
+def _contribution(norm: torch.Tensor | None, spec: Spec, everyone: Placement, kind: Sbp) -> GlobalTensor:
+    """A norm as what each rank of all placements adds to it: nothing where the tensor does not lie, and once where ranks hold the same."""
+    where = spec.placement.coordinate(world().rank)
+    made = Spec.make((), spec.dtype if norm is None else norm.dtype, everyone, [kind])
+    if norm is None or where is None or any(c and e.is_broadcast for c, e in zip(where, spec.layout, strict=True)):
+        norm = torch.full((), math.inf if kind is partial_min else 0.0, dtype=made.dtype, device=world().device(everyone.type))
+    return GlobalTensor.wrap(norm, made)
 
 
 for _function in _torch.list_functions():

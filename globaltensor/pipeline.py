@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from .errors import GlobalTensorError
 from .graph.blocks import Block
+from .graph.nest import replaced, tensors_in
 from .graph.pipeline import *  # noqa: F403
 from .modules import module_to_global
 from .placement import Placement
 from .sbp import broadcast
+from .wrapper import GlobalTensor
 
 __all__ = ["cut"]
 
@@ -23,7 +26,7 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
     ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model (``named_modules``), in which they must run. None: the
     largest ``ModuleList`` or ``Sequential`` is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands before it goes to
     the first stage, what comes after to the last. ``sbp``: as for ``module.to_global``, paths being those in ``model``; one for all stages.
-    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph call the stages in turn, moving what passes with to_global.
+    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph the model runs its stages one after the other.
     Raises GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks than stages.
 
     >>> import globaltensor as flow
@@ -58,8 +61,31 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
         block = Block()
         block.set_stage(stage, placements[stage])
         module.__dict__["_stage"] = block
+        module.register_forward_pre_hook(_enter, with_kwargs=True)
+        module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
     _place(model, "", placements[0], sbp, done, recurse=False)
     return model
+
+
+def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair (graph/watch.py)."""
+    if _torch.function_mode_on():
+        return None
+    where = module.__dict__["_stage"].placement
+    borrowed = module.__dict__.setdefault("_borrowed", [])
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, t in held.items():
+                if isinstance(t, GlobalTensor) and t.placement is not where:
+                    borrowed.append((held, name, t))
+                    held[name] = t.to_global(placement=where)
+    these = iter([t.to_global(placement=where) if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))])
+    return replaced(args, these), replaced(kwargs, these)
+
+
+def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    for held, name, t in reversed(module.__dict__.pop("_borrowed", [])):
+        held[name] = t
 
 
 def _outermost(path: str, begins: Sequence[str]) -> bool:
