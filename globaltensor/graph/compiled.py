@@ -88,6 +88,7 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, kno
             body.output(body.graph_copy(inner.body.graph, {}))
             _compile(body, constants, compiler, known)
             inner.body = fx.GraphModule(constants, body, node.target)
+            inner.whole = any(n.op == "call_module" for n in body.nodes)
     for nodes in _layers(list(_pure(graph))):
         part = Part(nodes)
         if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:

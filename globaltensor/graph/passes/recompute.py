@@ -6,12 +6,13 @@ Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import GraphError
 from ..steps import Draw, backward
@@ -30,13 +31,19 @@ class Recomputed(torch.nn.Module):
     def __init__(self, body: fx.GraphModule, copied: Sequence[int], random: bool) -> None:
         super().__init__()
         self.body, self.copied, self.random = body, tuple(copied), random
+        # Whether to run again to the end, rather than to the last value that is asked for: torch ends it by an exception, which compiled code cannot have.
+        self.whole = False
 
     def forward(self, *args: Any) -> Any:
         if not self.copied or not torch.is_grad_enabled():
-            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.random)
+            return self._kept_as_inputs(self.body.forward, args)
         # Autograd would find that the copied ones have changed: they go past it.
         rest = [a for i, a in enumerate(args) if i not in self.copied]
-        return checkpoint(self._twice(args), *rest, use_reentrant=False, preserve_rng_state=self.random)
+        return self._kept_as_inputs(self._twice(args), rest)
+
+    def _kept_as_inputs(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+        with set_checkpoint_early_stop(False) if self.whole else contextlib.nullcontext():
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
     def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
         """The body for one call: the first run takes its inputs as they are, each later one copies of what they were."""
@@ -50,7 +57,7 @@ class Recomputed(torch.nn.Module):
             others = iter(rest)
             every = [these[i] if i in these else next(others) for i in range(count)]
             now.clear()
-            return self.body(*every)
+            return self.body.forward(*every)
 
         return run
 
