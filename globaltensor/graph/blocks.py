@@ -83,6 +83,10 @@ class Proxy:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
 
+    def get_submodule(self, target: str) -> Any:
+        """As ``torch.nn.Module.get_submodule``: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
+        return _seen(self._module.get_submodule(target), self._blocks)
+
     def __getitem__(self, index: Any) -> Any:
         return _seen(self._module[index], self._blocks)
 
