@@ -576,5 +576,26 @@ def test_outputs_are_detached() -> None:
     assert not any(t.requires_grad for t in graph(batch(0)))
 
 
+def on_two() -> None:
+    bodies.run()
+
+
 def test_on_real_processes() -> None:
-    run_on(2, bodies.run)
+    run_on(2, on_two)
+
+
+def test_settings_of_kernels() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    graph, plain = Training(model, optimizer), model_of()
+    one, before = optim.AdamW(plain.parameters(), lr=0.1, fused=False), torch.backends.cudnn.benchmark
+    for fused in (False, True):
+        graph.config.allow_fuse_model_update_ops(fused)
+        graph.config.enable_cudnn_conv_heuristic_search_algo(fused)
+        one.zero_grad()
+        want = backward(plain, batch(0))
+        one.step()
+        same(graph(batch(0)), want)
+        assert optimizer.param_groups[0]["fused"] is (None if fused else False)
+        assert torch.backends.cudnn.benchmark is not fused
+    torch.backends.cudnn.benchmark = before

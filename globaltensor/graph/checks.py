@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..plans import tensors_in
 from ..wrapper import GlobalTensor
 from .errors import GraphError
 
-__all__ = ["attributes", "check_captured", "check_optimizer", "modules_of"]
+__all__ = ["apply_settings", "attributes", "check_captured", "check_optimizer", "modules_of"]
 
 
 def check_optimizer(optimizer: Any, schedules: Any) -> None:
@@ -50,6 +51,17 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
             f"{graph.name}: build() reads gradients, but {why}: do it in a hook of the optimizer, which runs when they are: "
             "optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: torch.nn.utils.clip_grad_norm_(parameters, 1.0))"
         )
+
+
+def apply_settings(config: Any, optimizers: Iterable[Any]) -> None:
+    """What settings change outside of programs: which kernels optimizers step with, how cudnn chooses its algorithms."""
+    if config.fused is not None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if "fused" in group and group["fused"] is not True:  # what the user asked for stays
+                    group["fused"] = None if config.fused else False
+    if config.search is not None:
+        torch.backends.cudnn.benchmark = not config.search
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:

@@ -26,7 +26,8 @@ class Config:
         self.backend: str | None = None  # of torch.compile
         self.memory: int | None = None  # bytes of activations to be kept at most
         self.straighten = "MemoryFirst"
-        self.fused: bool | None = None
+        self.fused: bool | None = None  # None, True: as the optimizers choose
+        self.search: bool | None = None  # of cudnn's algorithms
         self.version = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -60,8 +61,8 @@ class Config:
         raise GraphError(f"set_zero_redundancy_optimizer_mode({mode!r}) is no more: use config.enable_zero(True, stage=1)")
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
-        """Cut each call's batch (dim 0 of every input) into ``value`` micro-batches; gradients are averaged, the optimizers step once. With pipeline stages these
-        are the micro-batches that stream through. Outputs are joined along dim 0 in the batch's order, scalars become their mean. Raises GraphError below 1."""
+        """Cut each call's batch (dim 0 of every input) into ``value`` micro-batches; gradients are averaged, the optimizers step once. With pipeline stages
+        these are the micro-batches that stream through. Outputs are joined along dim 0 in the batch's order, scalars become their mean. Raises GraphError below 1."""
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GraphError(f"set_gradient_accumulation_steps: a number of micro-batches, at least 1, got {value!r}")
         self.accumulation = value
@@ -90,13 +91,13 @@ class Config:
         self.memory = nbytes
 
     def enable_straighten_algorithm(self, mode: str = "MemoryFirst") -> None:
-        """OneFlow's choice of an order for its actors. A program here runs in the order of the user's code, whatever the mode. Raises GraphError for no known mode."""
+        """No effect: OneFlow's choice of an order for its actors; a program here runs in the order of the user's code. Raises GraphError for no known mode."""
         if mode not in STRAIGHTEN:
             raise GraphError(f"enable_straighten_algorithm: one of {', '.join(STRAIGHTEN)}, got {mode!r}")
         self.straighten = mode
 
     def allow_fuse_model_update_ops(self, mode: bool = True) -> None:
-        """Step with torch's fused optimizer kernels where there are some for the device."""
+        """Step with torch's fused optimizer kernels where there are some for the device, as optimizers left at their defaults do anyway; ``False``: without."""
         self.fused = mode
 
     def enable_multi_tensor_update(self, mode: bool = True) -> None:
@@ -113,7 +114,7 @@ class Config:
         """No effect of its own: with `enable_compile` the compiler fuses such ops, without it torch runs them one by one."""
 
     def enable_cudnn_conv_heuristic_search_algo(self, mode: bool = True) -> None:
-        """No effect on CPU. On CUDA, ``False`` is ``torch.backends.cudnn.benchmark = True``: measure the algorithms instead of guessing; set at the next call."""
+        """No effect on CPU. On CUDA, ``False`` sets ``torch.backends.cudnn.benchmark`` at the next call: measure the algorithms instead of guessing."""
         self.search = mode
 
     def enable_compress_memory(self, mode: bool = True) -> None:
