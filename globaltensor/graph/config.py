@@ -62,7 +62,8 @@ class Config:
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
         """Cut each call's batch (dim 0 of every input) into ``value`` micro-batches; gradients are averaged, the optimizers step once. With pipeline stages
-        these are the micro-batches that stream through. Outputs are joined along dim 0 in the batch's order, scalars become their mean. Raises GraphError below 1."""
+        these are the micro-batches that stream through. Outputs are joined along dim 0 in the batch's order, scalars become their mean. Raises GraphError
+        below 1."""
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GraphError(f"set_gradient_accumulation_steps: a number of micro-batches, at least 1, got {value!r}")
         self.accumulation = value
