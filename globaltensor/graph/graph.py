@@ -24,7 +24,7 @@ from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .blocks import Proxy
 from .capture import Captured, Result, capture
-from .checks import attributes, check_captured, check_optimizer, modules_of
+from .checks import apply_settings, attributes, check_captured, check_optimizer, modules_of
 from .config import Config
 from .dry import INSIDE, DryWorld, Left
 from .errors import GraphError
@@ -284,7 +284,8 @@ class Graph:
             yield from module.buffers()
 
     def _attach(self) -> None:
-        """ZeRO, as the settings are now."""
+        """The settings as they are now, those that are no part of a program; ZeRO."""
+        apply_settings(self.config, [entry.optimizer for entry in self._optimizers])
         wanted = self.config.zero if self.training else None
         if wanted == self._shared[0]:
             return
