@@ -25,6 +25,7 @@ class Config:
         self.schedule: Any = None  # a name, a Schedule, or None: the best for the stages
         self.backend: str | None = None  # of torch.compile
         self.memory: int | None = None  # bytes of activations to be kept at most
+        self.timeline = False
         self.straighten = "MemoryFirst"
         self.fused: bool | None = None  # None, True: as the optimizers choose
         self.search: bool | None = None  # of cudnn's algorithms
@@ -80,6 +81,10 @@ class Config:
         from .pipeline.schedule import known
 
         self.schedule = known(schedule)
+
+    def enable_timeline(self, mode: bool = True) -> None:
+        """Note when each rank does what in a pipeline, for `Graph.timeline`. On an accelerator that makes a rank wait for its device after each action."""
+        self.timeline = bool(mode)
 
     def enable_compile(self, mode: bool = True, *, backend: str = "inductor") -> None:
         """Hand the programs to ``torch.compile`` with this backend."""

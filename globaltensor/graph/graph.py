@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,9 @@ from .errors import GraphError
 from .lower import lower
 from .micro import Cutting
 from .nest import replaced, skeleton, tensors_in
+from .pipeline.measured import measured
 from .pipeline.staged import Staged
+from .pipeline.timeline import Timeline
 from .plan import Plan, following, plan_of
 from .program import Program, reader
 from .watch import stages_of, watched
@@ -240,6 +243,8 @@ class Graph:
         cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
         built = self._for(*micros[0], len(micros))
+        if built.staged is not None:
+            built.staged.pipeline.trace = self.config.timeline
         with torch.set_grad_enabled(self.training):
             outs = self._step(built, micros) if self.training else built.run(list(map(_inputs, micros)), 1.0, False)
         return cutting.join(outs)
@@ -252,6 +257,7 @@ class Graph:
             scale *= float(self._scaler.scale(torch.ones(())))
         with sharded.freed() if self._shared[0] is not None and self._shared[0][0] == 3 else contextlib.nullcontext():
             outs = built.run(list(map(_inputs, micros)), scale, True)
+        ran = time.time()
         if built.staged is not None:
             settle(self._parameters())
         for entry in self._optimizers:
@@ -259,6 +265,8 @@ class Graph:
                 entry.optimizer.step()
             else:
                 self._scaler.step(entry.optimizer)
+        if built.staged is not None:
+            built.staged.pipeline.stepped = (ran, time.time())
         if self._scaler is not None:
             self._scaler.update()
         for entry in self._optimizers:
@@ -420,6 +428,15 @@ class Graph:
         if self._last is None:
             raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
         return self._last.captured.alone()  # type: ignore[no-any-return]
+
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
+        """When each rank did what in the last run of a pipeline, optimizer steps included; ``config.enable_timeline()`` comes before it. With ``path``, rank 0
+        writes it there as a Chrome trace, beside what the simulator foretells from what the actions cost in that run. Clocks of several hosts may differ.
+        Collective. Raises GraphError before such a run, and for a graph of one stage."""
+        staged = None if self._last is None else self._last.staged
+        if staged is None or not self.config.timeline:
+            raise GraphError(f"{self.name} has no timeline: it wants a pipeline of several stages, and config.enable_timeline() before the call")
+        return measured(staged.pipeline, path)
 
     def __repr__(self) -> str:
         return report.describe(self)

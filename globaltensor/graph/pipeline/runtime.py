@@ -49,7 +49,10 @@ class Pipeline:
         self.stages, self.schedule, self.trace = dict(stages), schedule, trace
         self.spans: list[Span] = []
         self._here = here
-        lanes = lane_of([p.flat for p in placements], schedule)
+        self.lanes = lanes = lane_of([p.flat for p in placements], schedule)
+        #: From which stage to which values cross; when the optimizer steps after a run began and ended.
+        self.crossing = {(e.source, e.target) for e in edges if e.source >= 0}
+        self.stepped: tuple[float, float] | None = None
         self._lane = lanes.get(here.rank, -1)
         self._row = [action for action in schedule.rows[self._lane] if action.stage in self.stages] if self.stages else []
         self._split = {action.stage for action in self._row if action.kind == "I"}
@@ -76,7 +79,7 @@ class Pipeline:
             raise WorldError(f"rank {self._here.rank}: this pipeline has failed ({self._failed}); messages of that run may be on their way: make another world")
         _check_inputs(inputs or {}, self._into, self.schedule.micros)
         found: dict[int, list[tuple[Tensor | None, ...]]] = {k: [()] * self.schedule.micros for k in self.stages}
-        self.spans = []
+        self.spans, self.stepped = [], None
         try:
             with no_sync() if self.schedule.trains else contextlib.nullcontext():
                 self._transfer.begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,11 +17,12 @@ __all__ = ["Timeline", "save_trace", "timeline", "trace"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans`` in seconds, of ``lanes`` lanes (or ranks); ``steps``: (lane, start, end) of optimizer steps."""
+    """``spans`` in seconds, of ``lanes`` lanes (or ranks); ``steps``: (lane, start, end) of optimizer steps. ``names``: of the lanes, where these have any."""
 
     spans: tuple[Span, ...]
     lanes: int
     steps: tuple[tuple[int, float, float], ...] = ()
+    names: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def makespan(self) -> float:
@@ -81,21 +82,28 @@ class Timeline:
         for lane, start, end, name in pieces:
             a, b = round((start - begin) * scale), round((end - begin) * scale)
             rows[lane][a : b - 1] = name[: b - 1 - a].ljust(b - 1 - a, "-") if b - 1 > a else rows[lane][a : b - 1]
-        return "\n".join(f"lane {lane:{len(str(self.lanes - 1))}}  {''.join(row)}".rstrip() for lane, row in enumerate(rows))
+        names = self.names or [f"lane {lane:{len(str(self.lanes - 1))}}" for lane in range(self.lanes)]
+        return "\n".join(f"{name:{max(map(len, names))}}  {''.join(row)}".rstrip() for name, row in zip(names, rows, strict=True))
 
     def __str__(self) -> str:
         figures = f"{self.makespan:.6g} s, bubble {self.bubble:.1%}; step after step {self.period:.6g} s, bubble {self.period_bubble:.1%}"
         return f"{figures}\n{self.draw()}"
 
 
-def timeline(spans: Iterable[Span | tuple[int, Action | str, float, float]], steps: Iterable[tuple[int, float, float]] = ()) -> Timeline:
-    """The timeline of measured spans: (lane or rank, action, start, end). Raises ScheduleError for a span that ends before it starts."""
+def timeline(
+    spans: Iterable[Span | tuple[int, Action | str, float, float]], steps: Iterable[tuple[int, float, float]] = (), names: Iterable[str] = ()
+) -> Timeline:
+    """The timeline of measured spans: (lane or rank, action, start, end). ``names``: of lanes 0, 1, ..., "lane 0" and so on where there are none.
+
+    Raises ScheduleError for a span that ends before it starts."""
     found = tuple(Span(lane, Action.parse(action) if isinstance(action, str) else action, start, end) for lane, action, start, end in spans)
     each = tuple(steps)
     wrong = [span for span in found if span.end < span.start or span.lane < 0]
     if wrong:
         raise ScheduleError(f"no span: {tuple(wrong[0])}; it is (lane or rank, action, start, end) with start before end")
-    return Timeline(found, 1 + max([span.lane for span in found] + [lane for lane, _, _ in each], default=-1), each)
+    called = tuple(names)
+    lanes = 1 + max([span.lane for span in found] + [lane for lane, _, _ in each] + [len(called) - 1], default=-1)
+    return Timeline(found, lanes, each, names=called)
 
 
 def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
@@ -105,7 +113,8 @@ def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
     for pid, (source, given) in enumerate(sources.items()):
         line = given if isinstance(given, Timeline) else timeline(given)
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": source}})
-        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": f"lane {lane}"}} for lane in range(line.lanes)]
+        names = line.names or [f"lane {lane}" for lane in range(line.lanes)]
+        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": name}} for lane, name in enumerate(names)]
         begin = min((start for _, start, _ in line._times()), default=0.0)
         for lane, action, start, end in line.spans:
             about = {"cat": KINDS.get(action.kind, action.kind), "args": {"stage": action.stage, "micro": action.micro}}

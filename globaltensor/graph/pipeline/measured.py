@@ -1,0 +1,36 @@
+"""What a run of a pipeline was like: the spans of all ranks as one timeline, and a trace of it beside the simulated one."""
+
+from __future__ import annotations
+
+import os
+from statistics import median
+
+from ...distributed.world import world
+from .runtime import Pipeline
+from .schedule import Action, Span
+from .simulate import simulate
+from .timeline import Timeline, save_trace, timeline
+
+__all__ = ["measured"]
+
+
+def measured(pipeline: Pipeline, path: str | os.PathLike[str] | None = None) -> Timeline:
+    """The last run, a line for each rank, and the optimizer steps after it; with ``path``, written there by rank 0 beside what the simulator foretells from the
+    run's own costs, a line for each lane. Collective among all ranks."""
+    here, ranks = world(), sorted(pipeline.lanes)
+    mine = [(*span.action, span.start, span.end) for span in pipeline.spans], pipeline.stepped
+    everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
+    spans, steps = [], []
+    for i, rank in enumerate(ranks):
+        found, step = everyone[rank]
+        spans += [Span(i, Action(*action), start, end) for *action, start, end in found]
+        if step is not None:
+            steps.append((i, *step))
+    line = timeline(spans, steps, [f"rank {rank}" for rank in ranks])
+    if path is not None and here.rank == 0:
+        seconds: dict[int, list[float]] = {lane: [] for lane in range(len(pipeline.schedule.rows))}
+        for i, start, end in steps:
+            seconds[pipeline.lanes[ranks[i]]].append(end - start)
+        step_of = [median(each) if each else 0.0 for each in seconds.values()]
+        save_trace(path, measured=line, simulated=simulate(pipeline.schedule, line.costs, edges=pipeline.crossing, step=step_of))
+    return line
