@@ -65,7 +65,8 @@ def test_spans_of_all_ranks_and_their_steps(name: str, tmp_path: Path) -> None:
     groups = [[0], [1, 2]]
     for names, each, actions, line, written in simulate(3, _run, str(tmp_path), groups, name):
         assert names == ("rank 0", "rank 1", "rank 2")
-        assert sorted(each[0] + each[1]) == sorted(actions) and each[1] == each[2], "the last run's actions, once for each rank"
+        assert sorted(each[0] + each[1]) == sorted(actions), "the last run's actions, once for each rank"
+        assert each[1] == each[2]
         for lane, start, end in line.steps:
             assert max(s.end for s in line.spans if s.lane == lane) <= start <= end
         assert [lane for lane, _, _ in line.steps] == [0, 1, 2]
@@ -77,7 +78,8 @@ def test_spans_of_all_ranks_and_their_steps(name: str, tmp_path: Path) -> None:
 
 def test_on_processes(tmp_path: Path) -> None:
     for names, each, _, _, _ in run_on(2, _run, str(tmp_path), [[0], [1]], "1f1b"):
-        assert names == ("rank 0", "rank 1") and each[1] == "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3".split()
+        assert names == ("rank 0", "rank 1")
+        assert each[1] == "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3".split()
 
 
 def test_what_has_no_timeline() -> None:
@@ -92,4 +94,5 @@ def test_what_has_no_timeline() -> None:
 
 def test_names_of_lanes() -> None:
     line = timeline([(0, "0F0", 0.0, 1.0), (2, "1F0", 1.0, 2.0)], names=["a", "rank 5", "rank 10"])
-    assert [row.split()[0] for row in line.draw().splitlines()] == ["a", "rank", "rank"] and "rank 10" in str(line)
+    assert [row.split()[0] for row in line.draw().splitlines()] == ["a", "rank", "rank"]
+    assert "rank 10" in str(line)
