@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from struct import Struct
@@ -31,7 +31,7 @@ from .spec import Spec
 from .visible import shown, visible
 from .wrapper import GlobalTensor, placeholder
 
-__all__ = ["FILLS", "HANDLERS", "Fill", "draw", "filled", "holds", "masked", "part", "run", "skip"]
+__all__ = ["FILLS", "HANDLERS", "Fill", "claim", "draw", "filled", "holds", "keyed", "masked", "part", "run", "skip"]
 
 #: Elements drawn at a time. A multiple of 16, because torch makes normal numbers in groups of 16.
 BLOCK: Final = 1 << 16
@@ -85,6 +85,29 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         generator.set_state(state)
         if other is not None and before is not None:
             other.set_state(before)
+
+
+def claim(count: int) -> int:
+    """Take the keys of the next ``count`` draws from torch's generator, for `keyed`: the first of them. Every rank takes them at the same point."""
+    with _in_turn(torch.device("cpu")):
+        state = torch.default_generator.get_state()
+        key = torch.default_generator.initial_seed()
+        _write_seed(state.numpy(), 0, key + count * _STEP & _MASK)  # type: ignore[arg-type]
+        torch.default_generator.set_state(state)
+    return key
+
+
+def keyed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], first: int, number: int) -> Any:
+    """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and on whichever ranks: the generator stays as it is."""
+    with _one_at_a_time if isinstance(world(), SimulatedWorld) else nullcontext():
+        state = torch.default_generator.get_state()
+        was = state.clone()
+        _write_seed(state.numpy(), 0, first + number * _STEP & _MASK)  # type: ignore[arg-type]
+        torch.default_generator.set_state(state)
+        try:
+            return _run(function, args, kwargs, coordinate, torch.default_generator)
+        finally:
+            torch.default_generator.set_state(was)
 
 
 def skip(generator: torch.Generator | None = None) -> None:

@@ -23,7 +23,7 @@ from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor, placeholder
 
-__all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
+__all__ = ["SEEN_AS", "GlobalTensor", "full", "install", "to_global", "to_local"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- between local and global
@@ -233,8 +233,14 @@ def _device_type(device: Any) -> str:
     return str(device.type)
 
 
-def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
+#: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
+SEEN_AS: set[type] = set()
+
+
+def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
     """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
+    if args and isinstance(args[0], type) and args[0] in SEEN_AS:
+        return args[0](self)
     copy = kwargs.pop("copy", False)
     kwargs.pop("non_blocking", None), kwargs.pop("memory_format", None)
     out = self

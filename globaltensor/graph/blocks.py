@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from ..placement import Placement
+from ..tensor import SEEN_AS
 from .errors import GraphError
 
-__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy"]
+__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "stage_of_tensor"]
 
 
 class Block:
@@ -46,7 +48,26 @@ class GraphModule(Block):
 
 
 class GraphTensor(Block):
-    """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside a graph."""
+    """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside build(), of a global tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
+        """What build() computes from this tensor from here on, outside of modules with a stage of their own, belongs to pipeline stage ``stage_id``, which lies
+        on ``placement``: the tensor is brought there, with its sbp as it is. Raises GraphError as `Block.set_stage`, and outside of build()."""
+        if not _torch.function_mode_on():
+            raise GraphError("set_stage of a tensor: call it in build(), where the tensor is used")
+        super().set_stage(stage_id, placement)
+        torch.overrides.handle_torch_function(stage_of_tensor, (self._tensor,), self._tensor, stage_id, placement)  # type: ignore[no-untyped-call]
+
+
+SEEN_AS.add(GraphTensor)
+
+
+def stage_of_tensor(tensor: torch.Tensor, stage_id: int | None, placement: Placement | None) -> None:
+    """What a recorder sees of `GraphTensor.set_stage`."""
 
 
 class Proxy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import os
 import threading
@@ -20,14 +19,16 @@ from torch.optim import Optimizer
 from .. import sharded
 from ..distributed.world import world
 from ..errors import noted
+from ..placement import Placement
 from ..reducer import reducer, settle
 from ..wrapper import GlobalTensor
 from . import passes, report, state
+from .agree import Text, agree, seed_of, settings
 from .blocks import Proxy
 from .capture import Captured, Result, capture
 from .checks import apply_settings, attributes, check_captured, check_optimizer, modules_of
 from .config import Config
-from .dry import INSIDE, DryWorld, Left
+from .dry import DryWorld, Left
 from .errors import GraphError
 from .lower import lower
 from .micro import Cutting
@@ -239,6 +240,8 @@ class Graph:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__()")
         if isinstance(world(), DryWorld):
             raise GraphError(f"{self.name} is called in the build() of another graph: call the modules that it holds")
+        if not self._built:
+            agree(self.name, Text(settings(self, ())))  # before anything is done by them
         self._attach()
         cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
@@ -327,21 +330,30 @@ class Graph:
         return found
 
     def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
-        told: Any = None
-        captured: Captured | None = None
-        stages = stages_of(self.name, self._modules, self._blocks)
         with torch.set_grad_enabled(self.training):
             try:
                 captured = self._captured(args, kwargs)
+                stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
-                lines = report.lines(captured.logical)
-                told = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+                told = Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
             except Exception as error:
                 if not isinstance(error, Left):
-                    self._agree(error)
+                    agree(self.name, error)
                 noted(error, f"(while {self.name} was captured)")
                 raise
-        self._agree(told, lines)
+        agree(self.name, told)
+        try:
+            built = self._programs(captured, stages, args, kwargs, micros)
+        except Exception as error:
+            agree(self.name, error)
+            raise
+        agree(self.name, None)
+        self.__dict__["_last"] = built
+        self._debug.log(self, captured, built.module)
+        return built
+
+    def _programs(self, captured: Captured, stages: Sequence[Placement], args: Any, kwargs: Any, micros: int) -> Built:
+        """This rank's programs. Collective."""
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
@@ -353,8 +365,6 @@ class Graph:
             captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
-        self.__dict__["_last"] = built
-        self._debug.log(self, captured, built.module)
         return built
 
     def _captured(self, args: Any, kwargs: Any) -> Captured:
@@ -371,31 +381,6 @@ class Graph:
 
         hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks)
         return capture(build, args, kwargs, named, hooks if self._plan is None else functools.partial(following, self._plan, hooks))
-
-    def _agree(self, told: Any, lines: list[str] | None = None) -> None:
-        """Every rank has captured the same graph, or all raise and say where they part. Collective."""
-        here = world()
-        if here.size == 1:
-            return
-        comm = here.comm(tuple(range(here.size)))
-        mine = f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told
-        everyone = comm.all_gather_object((isinstance(told, Exception), mine))
-        inside = [r for r, (what, _) in enumerate(everyone) if what == INSIDE]
-        if inside:
-            if isinstance(told, Exception):
-                return
-            raise GraphError(
-                f"{self.name}: this rank has run build() to its end, but rank {inside[0]} asks there what the others hold: build() must do the same on every rank"
-            )
-        failed = [r for r, (bad, _) in enumerate(everyone) if bad]
-        if failed:
-            if not isinstance(told, Exception):
-                raise GraphError(f"{self.name}: rank {failed[0]} could not capture the graph: {everyone[failed[0]][1]}")
-            return
-        odd = [r for r, (_, digest) in enumerate(everyone) if digest != everyone[0][1]]
-        if odd:
-            texts = comm.all_gather_object(lines)
-            raise GraphError(f"{self.name}: {report.parting(texts, odd[0])}")
 
     # Looking at it
 

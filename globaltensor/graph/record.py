@@ -17,10 +17,12 @@ from ..boxing import box
 from ..dispatch import call
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
+from ..placement import Placement
 from ..plans import name_of, replaced, tensors_in
 from ..rules.quotient import settle
 from ..spec import Spec
 from ..wrapper import GlobalTensor
+from .blocks import stage_of_tensor
 from .constants import NotConstant, evaluated
 from .differentiated import Differentiated
 from .dry import Untraceable
@@ -266,6 +268,8 @@ class Logical(Recorder):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is stage_of_tensor:
+            return self._staged(*args)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
         self.call = self.local.call = self.call + 1
         came, first, taken = specs_of(args, kwargs), len(self.local.boxed), (args, kwargs)
@@ -293,6 +297,20 @@ class Logical(Recorder):
             if self.applied is not None:
                 self.applied.after(node, func, *taken)
         return out
+
+    def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
+        """From here on ``t`` lies on ``placement``, and what is computed from it belongs to the stage."""
+        node = self.of(t)
+        if placement is not None and t._spec.placement is not placement:
+            if not _torch.is_fake(t._local):
+                raise GraphError(f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter to {placement!r} with to_global, before the call")
+            with self:
+                moved: Any = t.to_global(placement=placement)
+            node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # what it was
+            t._local, t._spec = moved._local, moved._spec
+            node = self.known[id(t)] = self.of(moved)
+        if stage_id is not None:
+            node.meta["starts"] = stage_id
 
     def values(self, out: Any) -> None:
         """Number what a call gives: the same numbers on every rank, where names of local nodes may differ."""

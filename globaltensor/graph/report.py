@@ -1,4 +1,4 @@
-"""What a graph shows: its modules and ops, the text that ranks compare, its log."""
+"""What a graph shows: its modules and ops, the text of it that ranks compare, its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..distributed.world import world
 from ..plans import tensors_in
 from ..wrapper import GlobalTensor
 
-__all__ = ["Debug", "describe", "lines", "parting"]
+__all__ = ["Debug", "describe", "lines"]
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +45,6 @@ def _kind(t: torch.Tensor) -> str:
     if isinstance(t, GlobalTensor):
         return f"{t._spec!r} @ {t._spec.placement!r}"
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-
-
-def parting(texts: list[list[str]], odd: int) -> str:
-    """Where the graph of rank ``odd`` parts from that of rank 0."""
-    mine, theirs = texts[0], texts[odd]
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    said = [f"  rank {r} has  {t[at] if at < len(t) else '(nothing more)'}" for r, t in ((0, mine), (odd, theirs))]
-    return (
-        f"rank {odd} has captured another graph than rank 0; they part at op {at}:\n" + "\n".join(said) + "\n"
-        "build() and its inputs must be the same on every rank: no choice may depend on the rank, and random numbers that shape it need one seed"
-    )
 
 
 def describe(graph: Any) -> str:

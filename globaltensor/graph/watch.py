@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..placement import Placement
 from ..wrapper import GlobalTensor
@@ -103,20 +104,53 @@ class _Watcher:
             (module._parameters if name in module._parameters else module._buffers)[name] = t
 
 
-def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> list[Placement]:
-    """Where each stage lies, by the settings of the modules. Raises GraphError where they are not numbered from 0, or one has two placements."""
+def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: fx.Graph) -> list[Placement]:
+    """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises GraphError where stages are not numbered from 0, where one has
+    two placements, and where a weight that only one stage uses lies elsewhere."""
     found: dict[int, Placement] = {}
-    for path, part in ((f"{top}.{path}".rstrip("."), part) for top, module in modules.items() for path, part in module.named_modules()):
-        block = block_of(part, blocks)
-        if block is None or block.stage_id is None:
+    users: dict[int, set[int | None]] = {}  # id of a weight -> the stages of the modules that hold it
+    astray: list[tuple[str, GlobalTensor, int, Placement]] = []
+    for path, part, block in _staged(modules, blocks):
+        stage = None if block is None else block.stage_id
+        for t in (*part._parameters.values(), *part._buffers.values()):
+            users.setdefault(id(t), set()).add(stage)
+        if block is None or stage is None:
             continue
-        where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+        where = block.placement or found.get(stage) or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
         if where is None:
-            raise GraphError(f"{name}: {path} is in stage {block.stage_id}, but has no global parameters: say where it lies, set_stage(..., placement)")
-        if found.setdefault(block.stage_id, where) is not where:
+            raise GraphError(f"{name}: {path} is in stage {stage}, but has no global parameters: say where it lies, set_stage(..., placement)")
+        if found.setdefault(stage, where) is not where:
+            raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with {path}, on {where!r}: a stage has one placement")
+        for own, t in (*part._parameters.items(), *part._buffers.items()):
+            if isinstance(t, GlobalTensor) and t.placement is not where:
+                astray.append((f"{path}.{own}", t, stage, where))
+    for path, t, stage, where in astray:
+        if len(users[id(t)]) == 1:
             raise GraphError(
-                f"{name}: stage {block.stage_id} lies on {found[block.stage_id]!r} and, with {path}, on {where!r}: a stage has one placement"
+                f"{name}: {path} lies on {t.placement!r}, but its stage {stage} on {where!r}, and no other stage uses it: bring it there with to_global "
+                "(flow.pipeline.cut does so)"
             )
+    for node in logical.nodes:
+        stage = node.meta.get("starts")
+        if stage is not None:
+            here = node.meta["val"].placement
+            if found.setdefault(stage, here) is not here:
+                raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with the tensor {node.name}, on {here!r}: a stage has one placement")
     if sorted(found) != list(range(len(found))):
-        raise GraphError(f"{name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}")
+        missing = min(set(range(len(found))) - set(found))
+        raise GraphError(f"{name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}: set_stage({missing}, ...) is missing")
     return [found[k] for k in range(len(found))]
+
+
+def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+    """Path, module, and the settings by which it is in a stage: its own, or those of what holds it."""
+
+    def down(path: str, module: torch.nn.Module, block: Block | None) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+        own = block_of(module, blocks)
+        block = own if own is not None and own.stage_id is not None else block
+        yield path, module, block
+        for child, part in module.named_children():
+            yield from down(f"{path}.{child}", part, block)
+
+    for top, module in modules.items():
+        yield from down(top, module, None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import draws
 from ...placement import Placement
 from ...spec import Spec
 from ...wrapper import placeholder
@@ -15,6 +16,7 @@ from .. import passes
 from ..capture import Captured
 from ..lower import lower
 from ..program import Program, State
+from ..steps import Draw
 from .check import fitted
 from .deferred import DEFERRED
 from .partition import cut
@@ -40,6 +42,47 @@ def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(found.index(next(g for g in groups if p.flat[0] in g)) for p in placements)
 
 
+class _Turn:
+    """Which micro-batch a rank works on, and the keys of the step's random numbers: those that the micro-batches would draw one after another."""
+
+    def __init__(self) -> None:
+        self.draws, self.first, self.micro = 0, 0, 0
+
+
+class _Drawn(Draw):
+    """A random op of a stage: what it draws depends on the micro-batch, not on the schedule; recomputed, it draws the same again."""
+
+    __module__ = "steps"
+
+    def __init__(self, draw: Draw, number: int, turn: _Turn) -> None:
+        super().__init__(draw.function, draw.coordinate)
+        self.__name__, self.number, self.turn = draw.__name__, number, turn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self.turn
+        return draws.keyed(self.function, args, kwargs, self.coordinate, turn.first, turn.micro * turn.draws + self.number)
+
+
+class _Stage(Stage):
+    """A stage that says which micro-batch is being run, forward or, recomputed, in backward."""
+
+    def __init__(self, function: Callable[..., Sequence[torch.Tensor]], differentiable: Any, loss: Any, turn: _Turn) -> None:
+        super().__init__(function, differentiable, loss)
+        self.turn = turn
+
+    def forward(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().forward(micro, *args, **kwargs)
+
+    def backward(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().backward(micro, *args, **kwargs)
+
+    def backward_input(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().backward_input(micro, *args, **kwargs)
+
+
 class Staged:
     """Runs the micro-batches of a call through the stages."""
 
@@ -56,6 +99,11 @@ class Staged:
         backend: str | None = None,
     ) -> None:
         self.captured, self.micros = captured, micros
+        self.turn = _Turn()
+        drawn = [n for n in captured.program.nodes if isinstance(n.target, Draw) and n.kwargs.get("generator") is None]
+        for i, node in enumerate(drawn):  # the same on every rank: those outside a placement skip
+            node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
+        self.turn.draws = len(drawn)
         made = cut(captured, placements, inputs)
         crossing = {(e.source, e.target) for e in made.edges if e.source >= 0}
         if not captured.scaled:
@@ -73,7 +121,7 @@ class Staged:
             lower(part.graph, captured.constants, backend)
             program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
-            stages[k] = Stage(_runner(program), differentiable, part.loss)
+            stages[k] = _Stage(_runner(program), differentiable, part.loss, self.turn)
         wanted_outputs: dict[int, list[int]] = {}
         for stage, number in made.results:
             wanted_outputs.setdefault(stage, []).append(number)
@@ -89,6 +137,8 @@ class Staged:
             if stage in inputs:
                 for i, given in enumerate(micros):
                     inputs[stage][i][number] = given[source]
+        if self.turn.draws:
+            self.turn.first = draws.claim(self.turn.draws * len(micros))
         found = self.pipeline.run(inputs, scale)
         out = []
         for i in range(len(micros)):
