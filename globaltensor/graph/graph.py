@@ -20,13 +20,14 @@ from .. import sharded
 from ..distributed.world import world
 from ..errors import noted
 from ..placement import Placement
-from ..reducer import reducer, settle
+from ..reducer import reducer
 from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .agree import Text, agree, seed_of, settings
 from .blocks import Proxy
 from .capture import Captured, Result, capture
 from .checks import apply_settings, attributes, check_captured, check_optimizer, modules_of
+from .clip import clip
 from .config import Config
 from .dry import DryWorld, Left
 from .errors import GraphError
@@ -34,6 +35,7 @@ from .lower import lower
 from .micro import Cutting
 from .nest import replaced, skeleton, tensors_in
 from .pipeline.measured import measured
+from .pipeline.grads import Grads
 from .pipeline.staged import Staged
 from .pipeline.timeline import Timeline
 from .plan import Plan, following, plan_of
@@ -108,6 +110,7 @@ class Graph:
             _built=OrderedDict(),
             _size=10,
             _steps=0,
+            _grads=Grads(),
             _shared=(None, None),  # ZeRO: its settings, and what carries them out
             _last=None,
             _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
@@ -153,7 +156,9 @@ class Graph:
 
     def add_optimizer(self, optim: Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
         """Train with this optimizer: one step at each call. Several may be added, for different parameters. ``lr_sch``: a scheduler of torch (or a list
-        of schedulers) that steps after it. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no optimizer, or a scheduler that wants a metric.
+        of schedulers) that steps after it. A parameter group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) has the gradients of
+        all its micro-batches and stages clipped to that norm before the step. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no
+        optimizer, or a scheduler that wants a metric.
         """
         check_optimizer(optim, lr_sch)
         self._optimizers.append(_Optimizer(optim, lr_sch))
@@ -262,8 +267,9 @@ class Graph:
             outs = built.run(list(map(_inputs, micros)), scale, True)
         ran = time.time()
         if built.staged is not None:
-            settle(self._parameters())
+            self._grads.complete(self._parameters())
         for entry in self._optimizers:
+            clip(entry.optimizer, self._scaler)
             if self._scaler is None:
                 entry.optimizer.step()
             else:
@@ -312,7 +318,8 @@ class Graph:
         # Which tensors they are, too: a parameter may have been replaced. The programs keep those they read, so no other gets their id.
         where = tuple((id(p), p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device)) for p in self._owners())
         wanted = tuple(p.requires_grad for p in self._owners())
-        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, self.config.version, self.training, attributes(self), tuple(map(str, _autocast_now())))
+        settings = self.config.version, self.training, attributes(self), tuple(map(str, _autocast_now()))
+        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, *settings)
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
@@ -408,8 +415,8 @@ class Graph:
 
     def on_one_device(self) -> fx.GraphModule:
         """The captured graph of the inputs last seen as a module of plain tensors, with copies of the parameters as they are now: for looking, testing, export.
-        It takes the inputs' tensors in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it fills ``.grad`` of its parameters.
-        Collective. Raises GraphError before the first call, and where build() uses what only one rank has (``to_local``)."""
+        It takes the inputs' tensors in order, whole, and gives the tensors that build() returned, in order; ``backward`` in it fills ``.grad`` of its
+        parameters. Collective. Raises GraphError before the first call, and where build() uses what only one rank has (``to_local``)."""
         if self._last is None:
             raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
         return self._last.captured.alone()  # type: ignore[no-any-return]
