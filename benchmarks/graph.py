@@ -202,7 +202,7 @@ def main() -> None:
     ]
     if chosen.only in "capture, plan, build":
         rows.append(building(min(3, chosen.steps)))
-    if dist.get_rank() == 0:
+    if flow.env.get_rank() == 0:
         show(rows, chosen.json, "by hand")
 
 
