@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ import globaltensor as flow
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 VOCABULARY = 256  # every byte is a token
+CLIP = 1.0  # the largest norm of a step's gradients
 
 # ---------------------------------------------------------------- the model: ordinary PyTorch
 
@@ -74,7 +76,10 @@ class GPT(nn.Module):
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Mean cross-entropy of predicting each byte of the rows [batch, context + 1] from those before it."""
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    logits, targets = model(rows[:, :-1]), rows[:, 1:]
+    if targets.is_global:  # with stages the logits lie where the last one is
+        targets = targets.to_global(placement=logits.placement)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 # ---------------------------------------------------------------- how it is spread
 
@@ -147,7 +152,7 @@ def draw(text: Tensor, batch: int, context: int, seed: int) -> Tensor:
 def whole(value: Any) -> Any:
     """A global tensor -> its whole value as an ordinary tensor on every rank; anything else as it is."""
     if isinstance(value, Tensor) and value.is_global:
-        return value.detach().to_global(sbp=[B] * len(value.sbp)).to_local()
+        return value.detach().to_global(flow.placement.all(value.placement.type), B).to_local()
     return value
 
 
@@ -184,8 +189,10 @@ def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: flo
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--parallel", choices=["single", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
+    add("--parallel", choices=["single", "pipeline", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
     add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
+    add("--graph", action="store_true", help="capture the training step as a static graph (nn.Graph)")
+    add("--micro-batches", type=int, default=1, help="with --graph: cut each batch into so many, and step once")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
@@ -205,6 +212,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if small := [f"--{name}" for name in ("layers", "width", "heads", "context", "batch", "steps") if getattr(options, name) < 1]:
         parser.error(f"{', '.join(small)} must be at least 1")
+    if options.micro_batches < 1 or options.batch % options.micro_batches or (options.micro_batches > 1 and not options.graph):
+        parser.error(f"--micro-batches {options.micro_batches} needs --graph, and must divide --batch {options.batch}")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint, the file to go on from")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -223,6 +232,10 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
     """Spread the model as the options say -> what makes a plain tensor its input: laid out as the batch, or with ``whole`` the same on all ranks."""
     if options.parallel == "single":
         return lambda tensor, whole=False: tensor.to(device)
+    if options.parallel == "pipeline":  # one stage a process
+        stages = [flow.placement(options.device, [rank]) for rank in range(flow.env.get_world_size())]
+        flow.pipeline.cut(model, stages)
+        return lambda tensor, whole=False: tensor.to(device).to_global(flow.placement.all(options.device), B, check_meta=False).to_global(stages[0], B)
     parallel, placement = PARALLEL[options.parallel], placement_of(options)
     spread(model, parallel, placement)
 
@@ -234,20 +247,40 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
     return feed
 
 
+class Step(flow.nn.Graph):
+    """A training step as a static graph: captured at the first call, then run without any dispatch. Gradients are clipped as the optimizer's group says."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+
+    def build(self, rows: Tensor) -> Tensor:
+        loss = loss_of(self.model, rows)
+        loss.backward()
+        return loss
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model, rows)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return loss.detach()
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable[[int], Tensor], first: int, options: argparse.Namespace) -> list[float]:
     """The steps from ``first`` on -> the mean losses reported, one for each --log-every steps."""
+    step_of = Step(model, optimizer, options.micro_batches) if options.graph else functools.partial(eager_step, model, optimizer)
     loud = flow.env.get_rank() == 0
     bar = tqdm(total=options.steps, initial=first, unit="step", disable=not loud or options.no_progress or not sys.stderr.isatty())
     losses, recent, since = [], [], time.perf_counter()
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * learning_rate(step, options.steps)
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(step))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        recent.append(loss.detach())
+        recent.append(step_of(batch_of(step)))
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
             losses.append(torch.stack(recent).mean().item())  # collective: on every rank, though only one tells
@@ -280,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else {"step": 0, "model": model.state_dict()}
     model.load_state_dict(saved["model"])
     feed = place(model, options, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    group = {"params": model.parameters(), "clip_grad_max_norm": CLIP}
+    optimizer = torch.optim.AdamW([group], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if options.resume:
         restore_optimizer(optimizer, saved["optimizer"], device)
     losses = train(model, optimizer, lambda step: feed(draw(training, options.batch, options.context, options.seed + step)), saved["step"], options)

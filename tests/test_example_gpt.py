@@ -22,6 +22,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ["data", "tensor", "sequence", "fsdp", "hybrid"]
+STAGES = ["pipeline", "pipeline --graph"]
+GRAPHS = [f"{mode} --graph" for mode in MODES]
 # Five snippets over two ranks: uneven on purpose.
 SMALL = ["--layers", "2", "--width", "32", "--heads", "4", "--context", "16", "--batch", "5", "--log-every", "1", "--sample", "12", "--dtype", "float64"]
 
@@ -47,8 +49,8 @@ def trained(main: Any, *arguments: str) -> dict[str, Any]:
 def fresh_and_resumed(main: Any, mode: str, options: Sequence[str], checkpoint: Path, other: Path) -> dict[str, Any]:
     """Three steps, saved; and from the other checkpoint, made so by another mode, on to step five."""
     return {
-        "fresh": trained(main, "--parallel", mode, *options, "--steps", "3", "--checkpoint", str(checkpoint)),
-        "resumed": trained(main, "--parallel", mode, *options, "--steps", "5", "--checkpoint", str(other), "--resume") if other.exists() else None,
+        "fresh": trained(main, "--parallel", *mode.split(), *options, "--steps", "3", "--checkpoint", str(checkpoint)),
+        "resumed": trained(main, "--parallel", *mode.split(), *options, "--steps", "5", "--checkpoint", str(other), "--resume") if other.exists() else None,
     }
 
 
@@ -97,7 +99,13 @@ def compare(directory: Path, nproc: int, modes: Sequence[str], options: Sequence
 
 
 def test_every_mode_equals_single(tmp_path: Path) -> None:
-    compare(tmp_path, 2, MODES)
+    compare(tmp_path, 2, [*MODES, *STAGES, "data --graph"])
+
+
+@pytest.mark.slow
+def test_every_graph_equals_single(tmp_path: Path) -> None:
+    compare(tmp_path, 2, GRAPHS)
+    compare(tmp_path, 2, ["data --graph --micro-batches 2", "pipeline --graph --micro-batches 3"], [{"5": "6"}.get(word, word) for word in SMALL])
 
 
 @pytest.mark.slow
