@@ -21,9 +21,9 @@ from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .visible import visible
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import SEEN_AS, GlobalTensor, placeholder
 
-__all__ = ["SEEN_AS", "GlobalTensor", "full", "install", "to_global", "to_local"]
+__all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- between local and global
@@ -231,10 +231,6 @@ def _device_type(device: Any) -> str:
         kind = getattr(device, "type", "cuda")
         raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
     return str(device.type)
-
-
-#: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
-SEEN_AS: set[type] = set()
 
 
 def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,10 @@ from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec, Stored
 
-__all__ = ["GlobalTensor", "placeholder"]
+__all__ = ["SEEN_AS", "GlobalTensor", "placeholder"]
+
+#: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
+SEEN_AS: set[type] = set()
 
 
 def placeholder(spec: Spec) -> torch.Tensor:

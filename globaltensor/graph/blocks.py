@@ -13,7 +13,7 @@ import torch
 
 from .. import _torch
 from ..placement import Placement
-from ..tensor import SEEN_AS
+from ..wrapper import SEEN_AS
 from .errors import GraphError
 
 __all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "stage_of_tensor"]

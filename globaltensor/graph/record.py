@@ -264,12 +264,17 @@ class Logical(Recorder):
         self.local = local
         self.names = names  # id of a parameter or buffer -> its path
         self.count = 0
+        self.joins = False  # whether an op that mixes stages takes place in the latest of them
+        self.here: Placement | None = None  # of the stage whose module runs
+        self.moved: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # what several need is brought to a stage once
         self.applied: Any = None  # the plan to follow (plan.py), if any
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is stage_of_tensor:
             return self._staged(*args)
+        if self.joins:
+            args, kwargs = self._together(func, args, kwargs)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
         self.call = self.local.call = self.call + 1
         came, first, taken = specs_of(args, kwargs), len(self.local.boxed), (args, kwargs)
@@ -290,6 +295,8 @@ class Logical(Recorder):
         else:
             target, args = spelled(func, args)
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
+        reached = [s for s in (self.stage, *(a.meta.get("reached") for a in node.all_input_nodes if self.stage is None)) if s is not None]
+        node.meta["reached"] = max(reached, default=None)  # the latest stage that it follows from
         node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()))
         given = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
         if any(came) or given:  # for the plan: how operands came and were taken, what moved
@@ -297,6 +304,26 @@ class Logical(Recorder):
             if self.applied is not None:
                 self.applied.after(node, func, *taken)
         return out
+
+    def brought(self, t: GlobalTensor, where: Placement) -> GlobalTensor:
+        """The tensor on another placement, with its sbp as it is."""
+        key = (id(t), where)
+        if key not in self.moved:
+            self.moved[key] = (t, t.to_global(placement=where))  # kept, so that the id stays its own
+        return self.moved[key][1]  # type: ignore[return-value]
+
+    def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The operands of an op that mixes stages, on the placement of the stage that runs, or else of the latest of them. One that writes is left to fail."""
+        given = tensors_in(kwargs, tensors_in(args, []))
+        placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
+        name = getattr(func, "__name__", "")
+        if len(placements) < 2 or name in _WRITERS or name.endswith("_"):
+            return args, kwargs
+        latest = max((t for t in given if isinstance(t, GlobalTensor)), key=lambda t: _or_first(self.of(t).meta.get("reached")))
+        where = self.here or latest._spec.placement
+        with self:
+            these = [self.brought(t, where) if isinstance(t, GlobalTensor) and t._spec.placement is not where else t for t in given]
+        return replaced(args, found := iter(these)), replaced(kwargs, found)
 
     def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
         """From here on ``t`` lies on ``placement``, and what is computed from it belongs to the stage."""
@@ -332,6 +359,10 @@ class Logical(Recorder):
         node = self.placeholder(name.replace(".", "_"), t)
         node.meta["path"] = name
         return node
+
+
+def _or_first(stage: int | None) -> int:
+    return -1 if stage is None else stage
 
 
 _WRITERS: Final = frozenset({"__setitem__", "__set__", "backward", "__iadd__", "__isub__", "__imul__", "__itruediv__"})

@@ -22,14 +22,20 @@ __all__ = ["block_of", "stages_of", "watched"]
 
 
 def block_of(module: torch.nn.Module, blocks: Mapping[int, Block]) -> Block | None:
-    """The settings of a module: the graph's own, else those that `flow.pipeline.cut` has given it."""
-    return blocks.get(id(module)) or module.__dict__.get("_stage")
+    """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut` has given it."""
+    own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
+    if own is None or cut is None or own.stage_id is not None:
+        return own or cut
+    both = Block()
+    both.stage_id, both.placement, both.activation_checkpointing = cut.stage_id, own.placement or cut.placement, own.activation_checkpointing
+    return both
 
 
 @contextlib.contextmanager
 def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical) -> Iterator[None]:
     """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs."""
     watcher = _Watcher(logical)
+    logical.joins = any("_stage" in part.__dict__ for module in modules.values() for part in module.modules())
     try:
         for name, module in modules.items():
             for path, part in module.named_modules():
@@ -47,7 +53,6 @@ class _Watcher:
         self.handles: list[Any] = []
         self.before: list[tuple[Any, ...]] = []
         self.here: Placement | None = None  # of the stage that runs
-        self.moved: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # what many modules are given is brought to a stage once
         self.borrowed: list[tuple[torch.nn.Module, str, Any]] = []
 
     def leave(self) -> None:
@@ -66,7 +71,7 @@ class _Watcher:
                 if block.stage_id is not None:
                     logical.stage = block.stage_id
                 if block.placement is not None:
-                    self.here = block.placement
+                    self.here = logical.here = block.placement
             if self.here is not None:
                 self.borrow(module)
             if block is None or block.placement is None:
@@ -76,6 +81,7 @@ class _Watcher:
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.logical.path, self.logical.stage, self.logical.region, self.here, held = self.before.pop()
+            self.logical.here = self.here
             self.give_back(held)
 
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -85,10 +91,7 @@ class _Watcher:
         """The tensor on the placement of the stage that runs, with its sbp as it is."""
         if not isinstance(t, GlobalTensor) or t._spec.placement is self.here or self.here is None:
             return t
-        key = (id(t), self.here)
-        if key not in self.moved:
-            self.moved[key] = (t, t.to_global(placement=self.here))  # kept, so that the id stays its own
-        return self.moved[key][1]
+        return self.logical.brought(t, self.here)
 
     def borrow(self, module: torch.nn.Module) -> None:
         """A weight that lies in another stage (tied to one there) is brought here for the module's run."""
