@@ -31,11 +31,12 @@ from .clip import clip
 from .config import Config
 from .dry import DryWorld, Left
 from .errors import GraphError
+from .held import Held
 from .lower import lower
 from .micro import Cutting
 from .nest import replaced, skeleton, tensors_in
-from .pipeline.measured import measured
 from .pipeline.grads import Grads
+from .pipeline.measured import measured
 from .pipeline.staged import Staged
 from .pipeline.timeline import Timeline
 from .plan import Plan, following, plan_of
@@ -110,6 +111,7 @@ class Graph:
             _built=OrderedDict(),
             _size=10,
             _steps=0,
+            _held=None,
             _grads=Grads(),
             _shared=(None, None),  # ZeRO: its settings, and what carries them out
             _last=None,
@@ -267,7 +269,7 @@ class Graph:
             outs = built.run(list(map(_inputs, micros)), scale, True)
         ran = time.time()
         if built.staged is not None:
-            self._grads.complete(self._parameters())
+            self._grads.complete(self._held.trained())
         for entry in self._optimizers:
             clip(entry.optimizer, self._scaler)
             if self._scaler is None:
@@ -286,19 +288,16 @@ class Graph:
         return outs
 
     def _clear(self) -> None:
-        for entry in self._optimizers:
-            entry.optimizer.zero_grad(set_to_none=True)
-        for p in self._parameters():
-            p.grad = None
+        self._held.clear([entry.optimizer for entry in self._optimizers])
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """Those that get gradients, each once."""
-        return list({id(p): p for module in self._modules.values() for p in module.parameters() if p.requires_grad}.values())
+    def _held_now(self) -> Held:
+        """What the modules hold."""
+        if self._held is None or not self._held.current(self._modules):
+            self.__dict__["_held"] = Held(self._modules)
+        return self._held  # type: ignore[no-any-return]
 
-    def _owners(self) -> Iterator[torch.Tensor]:
-        for module in self._modules.values():
-            yield from module.parameters()
-            yield from module.buffers()
+    def _owners(self) -> list[torch.Tensor]:
+        return self._held_now().tensors
 
     def _attach(self) -> None:
         """The settings as they are now, those that are no part of a program; ZeRO."""
@@ -314,12 +313,8 @@ class Graph:
     # Building
 
     def _key(self, args: Any, kwargs: Any) -> Any:
-        flags = tuple(m.training for module in self._modules.values() for m in module.modules())
-        # Which tensors they are, too: a parameter may have been replaced. The programs keep those they read, so no other gets their id.
-        where = tuple((id(p), p._spec if isinstance(p, GlobalTensor) else (p.shape, p.dtype, p.device)) for p in self._owners())
-        wanted = tuple(p.requires_grad for p in self._owners())
-        settings = self.config.version, self.training, attributes(self), tuple(map(str, _autocast_now()))
-        return (_shape_of(args), _shape_of(kwargs), flags, where, wanted, *settings)
+        held = self._held_now()
+        return (_shape_of(args), _shape_of(kwargs), held.state(), self.config.version, self.training, attributes(self), _autocast_now())
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
@@ -367,7 +362,8 @@ class Graph:
             passes.choose(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
             given = tensors_in(kwargs, tensors_in(args, []))
-            built = Built(captured, None, Staged(captured, stages, given, states, micros, self.config.schedule, self.config.buffers, self.name, self.config.backend))
+            how = self.config.schedule, self.config.buffers, self.name, self.config.backend
+            built = Built(captured, None, Staged(captured, stages, given, states, micros, *how))
         else:
             captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
@@ -434,8 +430,8 @@ class Graph:
         return report.describe(self)
 
 
-def _autocast_now() -> list[Any]:
-    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+def _autocast_now() -> tuple[Any, ...]:
+    return tuple([(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")])
 
 
 def _shape_of(value: Any) -> Any:

@@ -94,7 +94,8 @@ class Debug:
             return
         prefix = f"[rank {world().rank}] {graph.name}"
         calls = sum(bool(n.meta.get("calls")) for n in captured.logical.nodes)
-        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), sum(len(m.graph.nodes) for m in module.modules() if isinstance(m, fx.GraphModule)))
+        nodes = sum(len(m.graph.nodes) for m in module.modules() if isinstance(m, fx.GraphModule))
+        log.warning("%s captured: %d ops, %d states, %d nodes in this rank's program", prefix, calls, len(captured.states), nodes)
         if self.level >= 1:
             log.warning("%s\n%s", prefix, describe(graph))
         if self.level >= 2:

@@ -1,0 +1,70 @@
+"""What a graph's modules hold, listed once: looking through a module tree at each call would cost more than many a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import gradients
+from ..wrapper import GlobalTensor
+
+__all__ = ["Held"]
+
+_numbers = itertools.count()
+# As methods of tensors they are seen by recorders; here nobody records.
+_set_grad = gradients.set_grad.__wrapped__  # type: ignore[attr-defined]
+
+
+class Held:
+    """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they still are."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self.number = next(_numbers)
+        self.modules = list(dict.fromkeys(m for top in modules.values() for m in top.modules()))
+        self._tops = list(modules.items())
+        self._children = [(m._modules, list(m._modules.values())) for m in self.modules]
+        self._slots = [(held, list(held.values())) for m in self.modules for held in (m._parameters, m._buffers)]
+        found: Iterable[Any] = itertools.chain.from_iterable(values for _, values in self._slots)
+        #: Parameters and buffers, each once.
+        self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
+        self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
+
+    def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
+        """Whether these modules hold the same parts and tensors still."""
+        if list(modules.items()) != self._tops:
+            return False
+        for held, values in itertools.chain(self._children, self._slots):
+            if len(held) != len(values):
+                return False
+            for a, b in zip(held.values(), values, strict=True):
+                if a is not b:
+                    return False
+        return True
+
+    def state(self) -> tuple[Any, ...]:
+        """What of them a program depends on."""
+        where = [t._spec if type(t) is GlobalTensor else (t.shape, t.dtype, t.device) for t in self.tensors]
+        return self.number, tuple([m.training for m in self.modules]), tuple(where), tuple([t.requires_grad for t in self.tensors])
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that get gradients."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    def clear(self, optimizers: Iterable[Optimizer]) -> None:
+        """No gradients are left, in the optimizers' parameters too."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                _clear(group["params"])
+        _clear(self.parameters)
+
+
+def _clear(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        if isinstance(p, GlobalTensor):
+            _set_grad(p, None)
+        else:
+            p.grad = None
