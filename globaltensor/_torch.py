@@ -22,6 +22,10 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+#: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
+copy_all = torch._foreach_copy_
+
+
 def call_after_accumulation(leaf: torch.Tensor) -> None:
     """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs them at the end of a backward pass only (2.1)."""
     hooks = leaf._post_accumulate_grad_hooks

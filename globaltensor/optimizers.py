@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -44,60 +44,87 @@ def stepped(p: GlobalTensor) -> Spec:
     return shard if shard is not None and shard.shown is p._spec else p._spec  # it may have been laid otherwise since
 
 
+class _Bucket:
+    """Parameters whose shares are gathered together, and where all that lies."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.ranks: tuple[int, ...] = ()
+        self.numels: list[int] = []  # that each rank gives
+        self.own: list[torch.Tensor] = []  # this rank's shares, in the parameters
+        self.params: list[int] = []
+        self.places: list[torch.Tensor] = []  # where each share of each rank goes, in the order in which they come
+        self.sizes: list[int] = []
+
+
+class _Places:
+    """Where in some parameters the shares of all ranks lie. Worked out once: it holds as long as these are the parameters and their memory."""
+
+    def __init__(self, members: Sequence[tuple[GlobalTensor, Stored]]) -> None:
+        self.members = [(p, p._local, shard) for p, shard in members]
+        self.alone: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, ...], list[int]]] = []  # parameter, own share, whole, ranks, numels
+        of_ways: dict[Hashable, list[tuple[_Bucket, list[tuple[GlobalTensor, Stored]]]]] = {}
+        rank = world().rank
+        for p, shard in members:
+            local = p._local
+            if local.nbytes >= ALONE_BYTES and _in_a_row(p, shard):
+                whole, ranks = local.detach(), shard.ranks(rank)
+                self.alone.append((id(p), whole[shard.share(rank, rank)], whole.view(-1), ranks, [math.prod(shard.local_shape(r)) for r in ranks]))
+                continue
+            of_way = of_ways.setdefault((shard.placement, shard.axes, local.dtype, local.device), [])
+            if not of_way or of_way[-1][0].nbytes + local.nbytes > BUCKET_BYTES:
+                of_way.append((_Bucket(), []))
+            of_way[-1][0].nbytes += local.nbytes
+            of_way[-1][1].append((p, shard))
+        self.buckets = [bucket for of_way in of_ways.values() for bucket, _ in of_way]
+        for bucket, those in (entry for of_way in of_ways.values() for entry in of_way):
+            bucket.ranks, bucket.params = those[0][1].ranks(rank), [id(p) for p, _ in those]
+            for r in bucket.ranks:
+                places = [p._local.detach()[shard.share(rank, r)] for p, shard in those]
+                bucket.places += places
+                bucket.sizes += [t.numel() for t in places]
+                bucket.numels.append(sum(t.numel() for t in places))
+                if r == rank:
+                    bucket.own = places
+
+    def serve(self, members: Sequence[tuple[GlobalTensor, Stored]]) -> bool:
+        """Whether they hold for these parameters."""
+        if len(members) != len(self.members):
+            return False
+        return all(p is q and p._local is local and shard is other for (p, shard), (q, local, other) in zip(members, self.members, strict=True))
+
+
 class _Shares:
     """What this rank steps of parameters that all have whole, for the length of a step, and how it comes back to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: _Places | None = None) -> None:
         self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's share
-        self.alone: list[tuple[GlobalTensor, Stored]] = []
-        self.buckets: dict[Hashable, list[tuple[list[tuple[GlobalTensor, Stored]], list[int]]]] = {}
-        self.flats: list[tuple[list[tuple[GlobalTensor, Stored]], torch.Tensor]] = []
-
-    def add(self, p: GlobalTensor, shard: Stored) -> None:
-        """The next parameter; the same ones in the same order on every rank."""
-        local, rank = p._local, world().rank
-        if local.nbytes >= ALONE_BYTES and _in_a_row(p, shard):
-            self.alone.append((p, shard))
-            self.parts[id(p)] = local.detach()[shard.share(rank, rank)]
+        self.places = places
+        self.flats: list[torch.Tensor] = []  # the shares of each bucket, one after the other
+        if places is None:
             return
-        of_way = self.buckets.setdefault((shard.placement, shard.axes, local.dtype, local.device), [])
-        if not of_way or of_way[-1][1][0] + local.nbytes > BUCKET_BYTES:
-            of_way.append(([], [0]))
-        members, size = of_way[-1]
-        members.append((p, shard))
-        size[0] += local.nbytes
-
-    def fill(self) -> None:
-        """All parameters are there: make this rank's shares of those that go in buckets, one after the other."""
-        rank = world().rank
-        for members, _ in (bucket for of_way in self.buckets.values() for bucket in of_way):
-            flat = torch.cat([p._local.detach()[shard.share(rank, rank)].reshape(-1) for p, shard in members])
-            self.flats.append((members, flat))
-            shapes = [shard.local_shape(rank) for _, shard in members]
-            for (p, _), shape, part in zip(members, shapes, flat.split_with_sizes([math.prod(s) for s in shapes]), strict=True):
-                self.parts[id(p)] = part.view(shape)
+        self.parts.update({number: own for number, own, *_ in places.alone})
+        for bucket in places.buckets:
+            flat = torch.cat([own.reshape(-1) for own in bucket.own])
+            self.flats.append(flat)
+            for number, own, part in zip(bucket.params, bucket.own, flat.split_with_sizes([t.numel() for t in bucket.own]), strict=True):
+                self.parts[number] = part.view(own.shape)
 
     def gather(self) -> None:
         """Every rank's shares into the parameters. Collective."""
-        rank = world().rank
+        if self.places is None:
+            return
         with torch.no_grad():
-            for p, shard in self.alone:
-                ranks, whole = shard.ranks(rank), p._local.detach()
-                world().comm(ranks).all_gather_into(self.parts[id(p)], [math.prod(shard.local_shape(r)) for r in ranks], whole.view(-1))
-                torch.autograd.graph.increment_version(p._local)  # its memory was written past autograd
+            for number, _, whole, ranks, numels in self.places.alone:
+                world().comm(ranks).all_gather_into(self.parts[number], numels, whole)  # which has written past autograd
+                torch.autograd.graph.increment_version(whole)
             self.parts.clear()
-            while self.flats:
-                members, flat = self.flats.pop(0)
-                ranks = members[0][1].ranks(rank)
-                numels = [sum(math.prod(shard.local_shape(r)) for _, shard in members) for r in ranks]
-                wholes = [p._local.detach() for p, _ in members]
-                for r, part in zip(ranks, world().comm(ranks).all_gather(flat, numels, fresh=False), strict=True):
-                    at = 0
-                    for whole, (_, shard) in zip(wholes, members, strict=True):
-                        shape = shard.local_shape(r)
-                        n = math.prod(shape)
-                        whole[shard.share(rank, r)] = part[at : at + n].view(shape)
-                        at += n
+            for bucket in self.places.buckets:
+                flat = self.flats.pop(0)
+                came = torch.empty(sum(bucket.numels), dtype=flat.dtype, device=flat.device)
+                world().comm(bucket.ranks).all_gather_into(flat, bucket.numels, came)
+                shares = came.split_with_sizes(bucket.sizes)
+                _torch.copy_all(bucket.places, [share.view(place.shape) for share, place in zip(shares, bucket.places, strict=True)])
 
 
 def _in_a_row(p: GlobalTensor, shard: Stored) -> bool:
@@ -115,10 +142,12 @@ class _Swap:
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = None
         self.fused: list[State] = []  # the groups that step with the fused kernel this once
         self.shares = _Shares()
+        self.places: _Places | None = None  # of the last step's shares
 
     def enter(self, optimizer: Optimizer) -> None:
         """Exchange; do nothing where a parameter or its gradient is no ordinary one."""
-        lists, rank, shares = [group["params"] for group in optimizer.param_groups], world().rank, _Shares()
+        lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
+        members: list[tuple[GlobalTensor, Stored]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
         for params in lists:
             for p in params:
@@ -130,11 +159,13 @@ class _Swap:
                 if grad is not None:
                     spec = stepped(p)
                     if spec is not p._spec and rank in spec.placement._coordinates:
-                        shares.add(p, spec)  # type: ignore[arg-type]
+                        members.append((p, spec))  # type: ignore[arg-type]
                         if p._grad_shard is None:
                             grad = grad[spec.share(rank, rank)].contiguous()  # type: ignore[attr-defined]
                     found.append((p, spec, grad))
-        shares.fill()
+        if members and (self.places is None or not self.places.serve(members)):
+            self.places = _Places(members)
+        shares = _Shares(self.places if members else None)
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, spec, grad in found:
@@ -255,6 +286,7 @@ def relay(optimizer: Optimizer) -> None:
                     optimizer.state[p][k] = _beside(stepped(p), v)
     if optimizer in _swaps:
         _swaps[optimizer].twins.clear()
+        _swaps[optimizer].places = None
 
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
