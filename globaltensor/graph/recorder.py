@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import types
@@ -61,8 +62,8 @@ class Recorder(TorchFunctionMode):
     # Nodes
 
     def placeholder(self, name: str, value: Any) -> fx.Node:
-        taken = sum(n == name or n.startswith(f"{name}__") for n in self.names_taken)
-        name = f"{name}__{taken}" if taken else name
+        numbered = itertools.chain([name], (f"{name}__{i}" for i in itertools.count(1)))
+        name = next(n for n in numbered if n not in self.names_taken)
         self.names_taken.add(name)
         with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None)):
             node = self._last = self.graph.placeholder(name)
