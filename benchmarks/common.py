@@ -210,6 +210,8 @@ def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]]
         if name not in row:
             return "-"
         ratio = (ratios or {}).get(str(row["case"]), {}).get(name)
+        if isinstance(row[name], str):
+            return str(row[name])
         return (f"{row[name]:,}" if isinstance(row[name], int) else f"{row[name]:.4g}") + (f" ({ratio:.2f}x)" if ratio is not None and name != base else "")
 
     lines = [["case", "unit", *names], *([str(row["case"]), str(row["unit"]), *(cell(row, name) for name in names)] for row in rows)]

@@ -513,3 +513,12 @@ def test_measured_beside_simulated(tmp_path: Path) -> None:
         "args": {"stage": 1, "micro": 0}
     }
     assert [e["tid"] for e in done if e["name"] == "step"] == [0, 1]
+
+
+def test_costs_of_single_actions() -> None:
+    plan = schedule("1f1b", (0, 1), micros=2)
+    seconds = {action: 1.0 + action.micro for row in plan.rows for action in row}
+    run = simulate(plan, seconds)
+    assert run.each == seconds
+    assert timeline(run.spans).each == seconds
+    assert run.makespan == simulate(plan, {**seconds, ("F", 0): 100.0}).makespan == 1 + 1 + 1 + 2 + 2 + 2  # 0F0 1F0 1B0 1F1 1B1 0B1

@@ -31,7 +31,7 @@ class Simulation(Timeline):
 
 def simulate(
     schedule: Schedule,
-    costs: Mapping[tuple[str, int], float] | Mapping[str, float],
+    costs: Mapping[Action, float] | Mapping[tuple[str, int], float] | Mapping[str, float],
     transfer: float | Mapping[tuple[int, int], float] = 0.0,
     *,
     edges: Collection[tuple[int, int]] | None = None,
@@ -41,11 +41,11 @@ def simulate(
 ) -> Simulation:
     """Run ``schedule`` on a clock. Raises ScheduleError where a cost is missing or the schedule would not end.
 
-    ``costs``: seconds by (kind, stage), or by kind for all stages; B may be left out where I and W are given. ``transfer``: seconds for what crosses from stage
-    to stage, one number or by (from, to); gradients cross (to, from), the same as (from, to) where not given. Transfers overlap compute; those of one edge and
-    direction follow one another; within a lane they cost nothing. ``edges`` as for `Flow`, by default also those that ``transfer`` names. ``step``: seconds of
-    the optimizer step, of all lanes or of each, which a lane does at its end without waiting for others. ``nbytes``: bytes of activations of each stage and
-    micro-batch, ``kept``: those still held between I and W, by default the same.
+    ``costs``: seconds by (kind, stage), by kind for all stages, or by action; B may be left out where I and W are given. ``transfer``: seconds for what
+    crosses from stage to stage, one number or by (from, to); gradients cross (to, from), the same as (from, to) where not given. Transfers overlap compute;
+    those of one edge and direction follow one another; within a lane they cost nothing. ``edges`` as for `Flow`, by default also those that ``transfer``
+    names. ``step``: seconds of the optimizer step, of all lanes or of each, which a lane does at its end without waiting for others. ``nbytes``: bytes of
+    activations of each stage and micro-batch, ``kept``: those still held between I and W, by default the same.
 
     >>> from .schedule import schedule
     >>> run = simulate(schedule("1f1b", (0, 1), micros=3), {"F": 1.0, "B": 2.0})
@@ -73,20 +73,20 @@ def simulate(
     return Simulation(tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))), len(free), steps, schedule, in_flight(schedule), peak)
 
 
-def _costs(costs: Mapping[tuple[str, int], float] | Mapping[str, float]) -> Callable[[Action], float]:
+def _costs(costs: Mapping[Any, float]) -> Callable[[Action], float]:
     table: dict[Any, float] = dict(costs)
     wrong = {key: value for key, value in table.items() if not (math.isfinite(value) and value >= 0)}
     if wrong:
         raise ScheduleError(f"costs are seconds, not {wrong}")
 
-    def of(kind: str, stage: int) -> float | None:
-        return table.get((kind, stage), table.get(kind))
+    def of(kind: str, stage: int, micro: int) -> float | None:
+        return table.get((kind, stage, micro), table.get((kind, stage), table.get(kind)))
 
     def cost(action: Action) -> float:
-        kind, stage, _ = action
-        found = of(kind, stage)
+        kind, stage, micro = action
+        found = of(kind, stage, micro)
         if found is None and kind == "B":
-            inputs, weights = of("I", stage), of("W", stage)
+            inputs, weights = of("I", stage, micro), of("W", stage, micro)
             found = None if inputs is None or weights is None else inputs + weights
         if found is None:
             raise ScheduleError(f"costs lack {kind} of stage {stage}: give it as ({kind!r}, {stage}), or {kind!r} for all stages")

@@ -65,6 +65,14 @@ class Timeline:
             found.setdefault((action.kind, action.stage), []).append(end - start)
         return {key: median(times) for key, times in sorted(found.items())}
 
+    @property
+    def each(self) -> dict[Action, float]:
+        """action -> seconds, the median over ranks: what `simulate` wants to tell what waiting there must be, whatever disturbed an action."""
+        found: dict[Action, list[float]] = {}
+        for _, action, start, end in self.spans:
+            found.setdefault(action, []).append(end - start)
+        return {action: median(times) for action, times in found.items()}
+
     def _times(self) -> list[tuple[int, float, float]]:
         return [*((span.lane, span.start, span.end) for span in self.spans), *self.steps]
 
