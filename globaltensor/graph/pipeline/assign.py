@@ -60,6 +60,7 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: Memory)
             if node.op in ("call_function", "call_method"):
                 ours = not isinstance(node.target, Step) and not node.meta.get("random") and all(a in found for a in node.all_input_nodes)
                 ours = ours and not any(t.requires_grad for t in tensors_in(node.meta.get("val"), []))
+                ours = ours and "spec" not in node.meta  # a part of a global tensor, be it the placeholder that a rank outside its placement holds
             if ours and memory.of(node) not in tainted:
                 found.add(node)
             else:
