@@ -58,6 +58,9 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
+        #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
+        self.cuts: list[tuple[slice, ...]] = []
+        self.part: tuple[int, ...] = ()
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
         self.keep(leaf._grad_shard)
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
@@ -68,6 +71,7 @@ class LeafGradient:
         if shares is not None:
             self.kept, self.ranks, self.way = shares, shares.ranks(rank), (shares.placement, shares.axes, True)
             self.bucketed = True
+            self.cuts, self.part = [shares.share(rank, r) for r in self.ranks], shares.local_shape(rank)
             return
         summed = tuple(a for a, e in enumerate(self.spec.layout) if e.is_broadcast and placement.shape[a] > 1)
         self.bucketed = bool(summed) and not any(e.is_partial for e in self.spec.layout)
@@ -158,9 +162,9 @@ class Reducer:
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         """Let go of gradients; each rank gets its shares of their sums."""
-        rank, leaves = world().rank, [leaf for leaf, _ in bucket]
+        leaves = [leaf for leaf, _ in bucket]
         first, dtype = leaves[0], bucket[0][1].dtype
-        parts = [g[leaf.kept.share(rank, r)].reshape(-1) for r in first.ranks for leaf, g in bucket]  # type: ignore[attr-defined]
+        parts = [g[leaf.cuts[i]].reshape(-1) for i in range(len(first.ranks)) for leaf, g in bucket]
         flat = torch.empty(sum(p.numel() for p in parts), dtype=first.key(dtype)[1], device=parts[0].device)
         torch.cat(parts, out=flat)
         chunks = flat.split_with_sizes([sum(p.numel() for p in parts[i : i + len(bucket)]) for i in range(0, len(parts), len(bucket))])
@@ -176,9 +180,8 @@ class Reducer:
         handle.wait()
         value, at = handle.value if factor == 1 else handle.value * factor, 0
         for leaf in leaves:
-            shape = leaf.kept.local_shape(world().rank)
-            n = math.prod(shape)
-            leaf.put(value[at : at + n].view(shape).to(dtype))
+            n = math.prod(leaf.part)
+            leaf.put(value[at : at + n].view(leaf.part).to(dtype))
             at += n
             self.finished.append(leaf)
 
