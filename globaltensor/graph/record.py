@@ -210,7 +210,7 @@ class Local(Differentiated):
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
-        mark, known = list(self.graph.nodes)[-1] if len(self.graph.nodes) else None, dict(self.known)
+        mark, known = next(reversed(self.graph.nodes), None), dict(self.known)
         args, kwargs = self.standing(tuple(args)), self.standing(kwargs)
         try:
             with self:
