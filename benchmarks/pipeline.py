@@ -176,28 +176,35 @@ def told(loss: Tensor, source: int) -> float:
     return value.item()
 
 
-def compare(size: Size, name: str, rounds: int) -> tuple[Row, Callable[[], dict[str, Any]]]:
-    """The times of a schedule's steps; and what finds out about its bubble."""
-    lanes, kind = SCHEDULES[name]
-    ours, theirs = Ours(size, name, lanes), Theirs(size, kind, lanes)
-    same_losses({"torch": theirs.loss, "ours": ours.loss})
-    row = Row(f"gpt {name} {size}", interleave({"torch": theirs.step, "ours": ours.step}, rounds, calls=2), "ms")
-    return row, lambda: bubbles(ours, rounds)
+def compare(size: Size, names: Sequence[str], rounds: int) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The times of the schedules' steps, all in turn, so that schedules can be compared too; and their bubbles."""
+    every = {name: {"torch": Theirs(size, SCHEDULES[name][1], SCHEDULES[name][0]), "ours": Ours(size, name, SCHEDULES[name][0])} for name in names}
+    for both in every.values():
+        same_losses({who: steps.loss for who, steps in both.items()})
+    seconds = interleave({f"{who} {name}": steps.step for name, both in every.items() for who, steps in both.items()}, rounds, calls=1)
+    rows = [Row(f"gpt {name} {size}", {who: seconds[f"{who} {name}"] for who in both}, "ms") for name, both in every.items()]
+    found = bubbles([both["ours"] for both in every.values()], rounds)
+    return rows, [{"case": row.case, "unit": ""} | more for row, more in zip(rows, found, strict=True)]
 
 
-def bubbles(ours: Ours, rounds: int) -> dict[str, Any]:
-    """Measured and simulated from the costs of the same steps, and the activations held."""
-    found = []
-    ours.graph.config.enable_timeline()
-    ours.step()
+def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
+    """Measured, and simulated from the costs of the same steps; the activations held."""
+    found: list[list[tuple[float, ...]]] = [[] for _ in contenders]
+    for ours in contenders:
+        ours.graph.config.enable_timeline()
+        ours.step()
     for _ in range(rounds):
-        run = ours.traced()
-        model = simulate(ours.pipeline.schedule, run.each)
-        found.append((run.makespan * 1e3, model.makespan * 1e3, run.bubble * 100, model.bubble * 100, run.period * 1e3))
-    middle = [round(statistics.median(column), 2) for column in zip(*found, strict=True)]
+        for ours, figures in zip(contenders, found, strict=True):
+            run = ours.traced()
+            model = simulate(ours.pipeline.schedule, run.each)
+            figures.append((run.makespan * 1e3, model.makespan * 1e3, run.bubble * 100, model.bubble * 100, run.period * 1e3))
     names = ("run ms", "simulated ms", "bubble %", "simulated %", "period ms")
-    held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, promise(ours.name, ours.lanes, MICROS)))}
-    return dict(zip(names, middle, strict=True)) | held
+    out = []
+    for ours, figures in zip(contenders, found, strict=True):
+        middle = [round(statistics.median(column), 2) for column in zip(*figures, strict=True)]
+        held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, promise(ours.name, ours.lanes, MICROS)))}
+        out.append(dict(zip(names, middle, strict=True)) | held)
+    return out
 
 
 def main() -> None:
@@ -207,11 +214,11 @@ def main() -> None:
     flow.env.get_rank()  # starts the process group that all contenders share
     rows, details = [], []
     for size in QUICK_SIZES if chosen.quick else SIZES:
-        for name in SCHEDULES:
-            if chosen.only in f"{name} {size}":
-                row, more = compare(size, name, chosen.steps)
-                rows.append(row)
-                details.append({"case": row.case, "unit": ""} | more())
+        names = [name for name in SCHEDULES if chosen.only in f"{name} {size}"]
+        if names:
+            found = compare(size, names, chosen.steps)
+            rows += found[0]
+            details += found[1]
     if dist.get_rank() == 0:
         show(rows, chosen.json, "torch")
         print("\n".join(map(json.dumps, details)) if chosen.json else f"\n{table(details)}\nload {os.getloadavg()[0]:.1f}", flush=True)

@@ -13,7 +13,7 @@ from common import LIMIT, describe, end, end_by_signal, options, table
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
-              "models": "ddp dtensor", "long_context": "gather"}  # fmt: skip
+              "models": "ddp dtensor", "long_context": "gather", "pipeline": "torch"}  # fmt: skip
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
 
 def page(results: Path) -> str:
     """The tables of all results there are."""
-    anchors = "plain, ddp, fsdp2, dtensor, gather, gloo"
+    anchors = "plain, ddp, fsdp2, dtensor, gather, gloo, torch.distributed.pipelining"
     about = f"Medians; contenders timed in turn in one run; in brackets ours over its anchor ({anchors}). `make bench` writes this page."
     parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
