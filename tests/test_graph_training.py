@@ -381,8 +381,8 @@ def test_in_stages(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
 def test_mixed_precision(way: str, name: str) -> None:
-    """bfloat16 products round as those of eager autocast on one device do; sums in another order differ by units in the last place (2**-8). Where that turns the
-    sign of a gradient near 0, AdamW goes the other way: by its rate, 0.02, in each of three steps."""
+    """bfloat16 products round as those of eager autocast on one device do; sums in another order differ by units in the last place (2**-8). Where that turns
+    the sign of a gradient near 0, AdamW goes the other way: by its rate, 0.02, in each of three steps."""
     spread = Spread(ONE, amp=True) if way == "data" else Spread(TWO, micros=2, amp=True)
     check(name, spread, within=2e-2, dtype=torch.float32, state_within=0.12)
 
