@@ -108,8 +108,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte, self.lm_head = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.wte = nn.Linear(WIDTH, WIDTH, bias=False)
         self.h = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -467,3 +468,20 @@ def test_cut_wants_the_models_order() -> None:
         flow.pipeline.cut(nn.Bilinear(2, 2, 2), places([0], [0]))
     with pytest.raises(GlobalTensorError, match="list of"):
         flow.pipeline.cut(Branches(), ["cpu"])  # type: ignore[list-item]
+
+
+def test_a_model_whose_order_is_not_that_of_its_forward() -> None:
+    """The head is declared before the blocks, and so it would lie in the first stage, but runs last."""
+
+    class Early(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = self._modules.pop("h")  # now the last
+
+    def run() -> None:
+        stages = places()
+        graph = Graph(flow.pipeline.cut(initialised(Early()), stages, ["h.1"]), squared)
+        with pytest.raises(GraphError, match=r"needs a value .*test_graph_pipeline.py:\d+.* of stage 1, which does not come before it"):
+            graph(rows().to_global(stages[0], B))  # type: ignore[attr-defined]
+
+    simulate(2, run)
