@@ -13,7 +13,7 @@ from common import LIMIT, describe, end, end_by_signal, options, table
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
-              "models": "ddp dtensor", "long_context": "gather", "pipeline": "torch"}  # fmt: skip
+              "models": "ddp dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch"}  # fmt: skip
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
@@ -34,13 +34,13 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
     for base in BENCHMARKS[name].split():
         those = [row for row in rows if base in row]
         if those or base == BENCHMARKS[name]:
-            tables.append(table(those or rows, {row["case"]: {"ours": row["ours"] / row[base]} for row in those}, base))
+            tables.append(table(those or rows, {row["case"]: {ours: row[ours] / row[base] for ours in ("ours", "eager", "graph", "compiled") if ours in row} for row in those}, base))
     return "\n\n".join(tables)
 
 
 def page(results: Path) -> str:
     """The tables of all results there are."""
-    anchors = "plain, ddp, fsdp2, dtensor, gather, gloo, torch.distributed.pipelining"
+    anchors = "plain, ddp, fsdp2, dtensor, gather, gloo, by hand, torch.distributed.pipelining"
     about = f"Medians; contenders timed in turn in one run; in brackets ours over its anchor ({anchors}). `make bench` writes this page."
     parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
