@@ -13,7 +13,9 @@ from common import LIMIT, describe, end, end_by_signal, options, table
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
-              "models": "ddp dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch"}  # fmt: skip
+              "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch"}  # fmt: skip
+
+OURS = ("ours", "eager", "graph", "compiled")
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
@@ -31,10 +33,11 @@ def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:
 def compared(name: str, rows: list[dict[str, Any]]) -> str:
     """The rows as a table, with the ratio of ours to its anchor."""
     tables = []
-    for base in BENCHMARKS[name].split():
+    for base in BENCHMARKS[name].split(", "):
         those = [row for row in rows if base in row]
         if those or base == BENCHMARKS[name]:
-            tables.append(table(those or rows, {row["case"]: {ours: row[ours] / row[base] for ours in ("ours", "eager", "graph", "compiled") if ours in row} for row in those}, base))
+            ratios = {row["case"]: {ours: row[ours] / row[base] for ours in OURS if ours in row} for row in those}
+            tables.append(table(those or rows, ratios, base))
     return "\n\n".join(tables)
 
 
