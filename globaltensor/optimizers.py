@@ -203,6 +203,9 @@ class _Swap:
             return
         (lists, state, grads), self.before, mine_of = self.before, None, optimizer.state
         optimizer.state = state
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            if group.get("fused"):  # torch's fused kernels write past autograd; what was gathered from these values must be known to be old
+                torch.autograd.graph.increment_version([p._local for p in params])
         for group in self.fused:
             group["fused"] = None
         self.fused = []
