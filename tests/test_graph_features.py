@@ -584,7 +584,9 @@ def test_on_real_processes() -> None:
     run_on(2, on_two)
 
 
-def test_settings_of_kernels() -> None:
+def test_settings_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's own test helpers, which other tests import, forbid such settings for the rest of the process.
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     graph, plain = Training(model, optimizer), model_of()

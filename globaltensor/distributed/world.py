@@ -26,7 +26,7 @@ from .interface import advice, lead_gloo
 __all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
-_LAST_MOMENT = 0.01  # seconds for threads that wait for the GIL when the interpreter ends
+_LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interpreter ends
 
 
 class World(ABC):
@@ -102,6 +102,7 @@ class ProcessWorld(World):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
         if dist.is_available() and dist.is_initialized():
+            _Current.joined = True
             self.carrier = _carrier()
             self.backend = str(dist.get_backend_config(self.carrier))
             self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo"))
@@ -160,6 +161,7 @@ def _carrier() -> dist.ProcessGroup:
 class _Current(threading.local):
     # The class attribute is the process's world: threads that autograd starts see it too. A simulated rank sets its own thread's.
     world: World | None = None
+    joined = False  # whether this process has ever been in a group of several
 
 
 _current = _Current()
@@ -199,11 +201,11 @@ def reset_world() -> None:
 
 
 def _leave() -> None:
-    """The interpreter ends. A group that the program still holds (torch's DDP does) keeps its threads: let them finish what they were at.
+    """The interpreter ends. A group that the program still holds (torch's DDP does, of one that was destroyed too) keeps its threads: let them finish.
 
     They take the GIL to let go of a collective's tensors; one that asks for it once the interpreter is ending aborts the process.
     """
-    joined = dist.is_available() and dist.is_initialized()
+    joined = _Current.joined or (dist.is_available() and dist.is_initialized())
     reset_world()
     if joined:
         time.sleep(_LAST_MOMENT)
