@@ -224,8 +224,17 @@ def register_mpi(create: Any) -> None:
     torch.distributed.Backend.MPI = _Unbuilt("mpi")
 
 
-#: Whether a torch-function mode looks on: what `torch.overrides` asks in C before it calls a mode.
-function_mode_on = torch._C._is_torch_function_mode_enabled
+class _Recording(threading.local):
+    on = False
+
+
+#: Whether this thread captures a graph (graph/capture.py says so).
+recording = _Recording()
+
+
+def function_mode_on() -> bool:
+    """Whether a recorder's torch-function mode looks on, by what `torch.overrides` asks in C before it calls a mode. Users' modes see what they always saw."""
+    return recording.on and torch._C._is_torch_function_mode_enabled()
 
 
 def without_function_modes() -> Any:

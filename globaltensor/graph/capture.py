@@ -93,9 +93,11 @@ def capture(
 def _as(dry: Any, real: Any) -> Iterator[None]:
     """In this thread the world is ``dry``."""
     set_world(dry)
+    _torch.recording.on = True
     try:
         yield
     finally:
+        _torch.recording.on = False
         set_world(None)
         if world() is not real:
             set_world(real)
