@@ -1,0 +1,268 @@
+"""The step time that the search foretells, against the one measured: the plan it finds, the known ones and random ones, each run as a graph that follows it.
+
+First the cluster is profiled and calibrated for each model. Of each model's plans are told: the median error of the foretold time, the rank correlation
+(Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import ROOT, Size, interleave, on_ranks, options, same_losses, table
+from torch import Tensor, nn
+from train_gpt import loss_of
+
+import globaltensor as flow
+from globaltensor.auto import arrange
+from globaltensor.auto.api import recipes_of
+from globaltensor.auto.candidates import Menu, fills
+from globaltensor.auto.formulate import formulate
+from globaltensor.auto.prices import Prices
+from globaltensor.auto.reading import read_plan
+from globaltensor.auto.search import Found, data_parallel
+from globaltensor.auto.solver import Solution, solve
+from globaltensor.cluster import Cluster, use_cluster
+from globaltensor.distributed.world import world
+from globaltensor.profiling import profile
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+
+# ---------------------------------------------------------------- models
+
+
+class Mlp(nn.Module):
+    """Wide layers on few rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), x)
+
+
+class Pictures(nn.Module):
+    """Convolutions with few parameters, then a classifier with many."""
+
+    def __init__(self, side: int, classes: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.hidden, self.classes = nn.Linear(32 * (side // 4) ** 2, classes), nn.Linear(classes, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(self.one(x)), 2)
+        h = F.max_pool2d(F.relu(self.two(h)), 2)
+        return F.log_softmax(self.classes(F.relu(self.hidden(h.flatten(1)))), dim=-1).square().mean()
+
+
+class Words(nn.Module):
+    """The example's GPT with its loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gpt = size.model()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return loss_of(self.gpt, rows)
+
+
+class Case(NamedTuple):
+    """A model, by a function that makes it, and its batch."""
+
+    make: Callable[[], nn.Module]
+    batch: Tensor
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    torch.manual_seed(1)
+    width, side, classes = (64, 8, 32) if quick else (512, 16, 1024)
+    gpt = Size(1, 32, 2, 16, 4) if quick else Size(2, 128, 4, 64, 8)
+    return {
+        "wide mlp": Case(lambda: Mlp(width), torch.randn(32, width)),
+        "gpt": Case(lambda: Words(gpt), gpt.rows()),
+        "cnn, big classifier": Case(lambda: Pictures(side, classes), torch.randn(32, 3, side, side)),
+    }
+
+
+# ---------------------------------------------------------------- ways to run a model
+
+
+class Way(NamedTuple):
+    """How the batch lies, and who chooses the rest: see `arrange.follow`."""
+
+    name: str
+    batch: Any
+    choose: Callable[..., Found]
+
+
+def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, states: float, *, layouts: Any = None, noise: float = 0.0, seed: int = 0) -> Found:
+    """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the best for costs to which as much is added at random, in
+    parts of a node's mean cost: so it is near the best one."""
+    fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
+    formulation = formulate(calls, cluster, mesh, arrange.options_of(auto, cluster, fixed, states))
+    problem = formulation.problem
+    best = agreed(solve(problem))
+    if noise and best.feasible:
+        random, mean = np.random.default_rng(seed), float(best.cost) / len(problem.costs)
+        near = agreed(solve(dataclasses.replace(problem, costs=[c + noise * mean * random.exponential(size=len(c)) for c in problem.costs])))
+        best = dataclasses.replace(near, cost=problem.evaluate(near.choice), bound=0.0) if near.feasible else near
+    if not best.feasible:
+        raise ValueError("no plan has these layouts")
+    return Found(read_plan(formulation, best), formulation, best.choice)
+
+
+def agreed(found: Solution) -> Solution:
+    """Rank 0's: where time runs out they may differ."""
+    here = world()
+    return here.comm(tuple(range(here.size))).all_gather_object(found)[0]
+
+
+def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
+    """Random layouts of parameters: more or fewer of them whole."""
+    random, menu = np.random.default_rng(seed), Menu(Prices(Cluster(), mesh), True)
+    whole, found = random.uniform(0.2, 0.9), {}
+    for v in calls.parameters:
+        states = menu.states(v, True)
+        found[v.path] = (states[0] if random.random() < whole else states[random.integers(len(states))],)
+    return found
+
+
+def ways(quick: bool, graph: Callable[[], Any]) -> Iterator[Way]:
+    def recipe(name: str) -> Callable[[Any, Any], Any]:
+        return lambda calls, mesh: recipes_of(graph(), calls, mesh)[name]
+
+    def data(calls: Any, mesh: Any) -> Any:
+        return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if fills((mesh.size,), layouts[0], mesh)}
+
+    yield Way("found, batch split", S(0), solved)
+    yield Way("found, batch whole", B, solved)
+    yield Way("data", S(0), functools.partial(solved, layouts=data))
+    yield Way("tensor", B, functools.partial(solved, layouts=recipe("tensor parallel")))
+    yield Way("fsdp", S(0), functools.partial(solved, layouts=recipe("fully sharded (ZeRO-3)")))
+    yield Way("tensor, batch split", S(0), functools.partial(solved, layouts=recipe("tensor parallel")))
+    yield Way("fsdp, batch whole", B, functools.partial(solved, layouts=recipe("fully sharded (ZeRO-3)")))
+    yield Way("found, dim 1 split", S(1), solved)
+    for seed in range(1 if quick else 8):
+        batch = (S(0), B)[seed % 2]
+        yield Way(f"random layouts {seed}", batch, functools.partial(solved, layouts=lambda calls, mesh, seed=seed: anyhow(calls, mesh, seed)))
+    for seed in range(1 if quick else 8):
+        yield Way(f"near the best {seed}", (S(0), B)[seed % 2], functools.partial(solved, noise=0.5 * 2 ** (seed // 2), seed=seed))
+
+
+# ---------------------------------------------------------------- running them
+
+
+class Step(flow.nn.Graph):
+    """A training step that follows one of the ways."""
+
+    def __init__(self, model: nn.Module, way: Way) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+        self.config.enable_auto_parallel()
+        self.config.enable_auto_memory("Disable")
+        arrange.follow(self, way.choose)
+
+    def build(self, batch: Tensor) -> Tensor:
+        loss = self.model(batch)
+        loss.backward()
+        return loss
+
+
+class Measured(NamedTuple):
+    """A way's step time, in seconds."""
+
+    name: str
+    foretold: float
+    measured: float
+
+
+def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> list[Measured]:
+    """Every way to run a model, in turn, round by round. Ways that come to the same plan are run once."""
+    everyone = flow.placement.all("cpu")
+    steps: dict[str, Callable[[], float]] = {}
+    foretold: dict[str, float] = {}
+    seen = set()
+    here: list[Any] = [None]
+    for way in ways(quick, lambda: here[0]):
+        torch.manual_seed(0)
+        model = case.make().to_global(everyone, B)  # type: ignore[operator]
+        batch = case.batch.to_global(everyone, B, check_meta=False).to_global(sbp=way.batch)
+        graph = here[0] = Step(model, way)
+        graph(batch)
+        plan = graph.auto_plan()
+        told = str(way.batch), str(graph.plan()), tuple(sorted(plan.parameters.items()))
+        if told in seen and way.name != "data":
+            continue
+        seen.add(told)
+        # With the loss read, as the search counts it: what is a partial sum has to be summed then.
+        steps[way.name], foretold[way.name] = lambda graph=graph, batch=batch: graph(batch).item(), plan.seconds  # type: ignore[misc]
+    same_losses(steps)
+    # Steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
+    seconds = interleave(steps, rounds, calls=8, warm_up=1, again=3)
+    return [Measured(name, foretold[name], statistics.median(seconds[name])) for name in steps]
+
+
+def ranks_of(values: list[float]) -> Any:
+    """The rank of each, the mean of theirs where several are equal."""
+    array = np.array(values)
+    return (array[:, None] > array[None]).sum(1) + (array[:, None] == array[None]).sum(1) / 2
+
+
+def correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's, of ranks."""
+    return float(np.corrcoef(ranks_of(a), ranks_of(b))[0, 1])
+
+
+def summary(name: str, all_: list[Measured]) -> dict[str, Any]:
+    """What is told of a model. The plan that the search would choose is the one that it foretells the least for."""
+    found = min((m for m in all_ if m.name.startswith("found")), key=lambda m: m.foretold)
+    best, data = min(all_, key=lambda m: m.measured), next(m for m in all_ if m.name == "data")
+    error = statistics.median(abs(m.foretold - m.measured) / m.measured for m in all_)
+    return {
+        "case": name, "unit": "ms", "data": round(data.measured * 1e3, 3), "ours": round(found.measured * 1e3, 3), "best": round(best.measured * 1e3, 3),
+        "plans": len(all_), "median error": f"{error:.1%}", "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",
+        "regret": f"{found.measured / best.measured - 1:.1%}", "chosen": found.name,
+    }  # fmt: skip
+
+
+def main() -> None:
+    more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
+    chosen = options(__doc__.splitlines()[0], steps=6, more=more)
+    on_ranks(chosen.nproc)
+    torch.set_num_threads(1)
+    first = flow.env.get_rank() == 0
+    profiled = profile(seconds=4.0 if chosen.quick else 30.0, device="cpu")
+    told, details = [], []
+    for name, case in cases(chosen.quick).items():
+        if chosen.only not in name:
+            continue
+        inputs = torch.empty_like(case.batch, device="meta")
+        cluster = flow.auto.calibrate(case.make(), inputs, profiled, (chosen.nproc,), seconds=2.0 if chosen.quick else 30.0)
+        with use_cluster(cluster):
+            found = measure(case, cluster, chosen.steps, chosen.quick)
+        told.append(summary(name, found))
+        details += [{"case": f"{name}: {m.name}", "unit": "ms", "foretold": round(m.foretold * 1e3, 3), "measured": round(m.measured * 1e3, 3)} for m in found]
+    if not first:
+        return
+    print("\n".join(map(json.dumps, told)) if chosen.json else f"{table(told)}\n\n{table(details)}", flush=True)
+    if chosen.save:
+        results = ROOT / "benchmarks" / "results"
+        (results / "auto_parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        (results / "auto_parallel_plans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in details))
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings(), contextlib.suppress(BrokenPipeError):
+        warnings.simplefilter("ignore")
+        main()

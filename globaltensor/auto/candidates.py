@@ -1,0 +1,203 @@
+"""The candidates of a call on a mesh: each combination of one signature an axis, with what it costs and how its tensors lie."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..boxing.moves import Layout
+from ..placement import Placement
+from ..sbp import Sbp, broadcast, split
+from ..spec import Spec
+from .calls import Call, Value
+from .measured import op_key, parts
+from .prices import Prices
+from .signatures import Signature, composed, signatures
+from .work import Work, work_of
+
+__all__ = ["Candidates", "Menu", "fills"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_MOST = 1024  # candidates of a call; beyond that those that divide least are dropped
+
+
+@dataclass(eq=False)
+class Candidates:
+    """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in candidate k. In seconds: ``forward`` and ``backward`` (computing),
+    ``moving`` (what the call communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
+
+    ins: list[list[Layout]]
+    outs: list[list[Layout]]
+    forward: Array
+    backward: Array
+    moving: Array
+    share: Array
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+
+class Menu:
+    """Candidates on one mesh; calls that are alike share them."""
+
+    def __init__(self, prices: Prices, training: bool) -> None:
+        self.prices, self.training = prices, training
+        self._found: dict[Hashable, Candidates] = {}
+
+    def of(self, call: Call, values: Sequence[Value]) -> Candidates:
+        key = call.key if call.key is not None else call.number
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._make(call, values)
+        return found
+
+    def states(self, value: Value, stored: bool) -> list[Layout]:
+        """How something given may lie: whole, or split along any dim that gives each rank a part; what is no parameter or input, whole."""
+        mesh = self.prices.mesh
+        menus = []
+        for size in mesh.shape:
+            dims = [split(d) for d, n in enumerate(value.shape) if n >= size > 1] if stored else []
+            menus.append([broadcast, *dims])
+        return [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
+
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int) -> list[Signature]:
+        key = call.key, size
+        if call.key is None:
+            return signatures(call, values, size)
+        if key not in _known:
+            _remember(key, signatures(call, values, size))
+        return list(_known[key])  # a list of its own, which `_make` may shorten
+
+    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any]) -> Any:
+        """What a composition does on several axes at once."""
+        key = ("on", call.key, self.prices.mesh.shape, tuple(come))
+        if call.key is None or key not in _known:
+            specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
+            return _remember(key, composed(call, specs))
+        return _known[key]
+
+    def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
+        mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
+        menus = [self._on_axis(call, values, size) for size in mesh.shape]
+        while math.prod(map(len, menus)) > _MOST:
+            longest = max(menus, key=len)
+            longest.sort(key=lambda s: s.divided, reverse=True)
+            longest.pop()
+        ins: list[list[Layout]] = [[] for _ in operands]
+        outs: list[list[Layout]] = [[] for _ in results]
+        rows = []
+        work = work_of(call, values)
+        taken: set[tuple[Any, ...]] = set()
+        again = [(i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i]  # as y * y takes y twice
+        for combination in itertools.product(*menus):
+            come = [_canonical(v, [s.ins[i] for s in combination], mesh) for i, v in enumerate(operands)]
+            if any(come[i] != come[k] for i, k in again):
+                continue  # one tensor lies in one way
+            lie = [_canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh) for i, v in enumerate(results)]
+            acting = [s for s in combination if not all(e.is_broadcast for e in s.ins)]
+            if None not in come and len(acting) > 1 and any(s.composed for s in acting):
+                seen = self._seen(call, operands, come) if not any(map(_loose, acting)) else None
+                if seen is None:
+                    continue
+                lie = [layout if fills(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
+            key = (*come, *lie)
+            if key in taken or any(layout is None for layout in key):
+                continue
+            if call.fixed is not None and (lie[0] != call.fixed if len(call.fixed) == len(mesh.shape) else False):
+                continue
+            taken.add(key)
+            for column, layout in zip((*ins, *outs), key, strict=True):
+                column.append(layout)  # type: ignore[arg-type]
+            rows.append(self._costs(call, combination, operands, results, come, lie, work))
+        if not rows:
+            whole = (broadcast,) * len(mesh.shape)
+            ins, outs = [[whole] for _ in operands], [[call.fixed or whole] for _ in results]
+            rows.append(self._costs(call, (), operands, results, [whole] * len(operands), [o[0] for o in outs], work))
+        columns = np.array(rows, dtype=float).reshape(len(rows), 4).T
+        return Candidates(ins, outs, *columns)
+
+    def _costs(
+        self, call: Call, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value],
+        come: Sequence[Any], lie: Sequence[Any], work: Work,
+    ) -> tuple[float, float, float, float]:  # fmt: skip
+        """(forward, backward, moving, share) of one candidate."""
+        prices, share = self.prices, 1.0
+        for s, size in zip(combination, prices.mesh.shape, strict=False):
+            if s.divided:
+                share *= _largest(s, operands, results, size)
+        moving = 0.0
+        for axis, s in enumerate(combination):
+            others = share * (prices.mesh.shape[axis] if s.divided else 1)
+            for kind, nbytes in s.moved:
+                moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,))
+        if work.view:
+            return 0.0, 0.0, moving * (1 + self.training), share
+        forward, backward = self._measured(call, operands, come) or self._estimated(operands, results, come, lie, work, share)
+        return forward, backward, moving * (1 + bool(backward)), share
+
+    def _measured(self, call: Call, operands: Sequence[Value], come: Sequence[Layout]) -> tuple[float, float] | None:
+        """Seconds of both passes on parts that lie so, where they were measured on this cluster."""
+        cluster = self.prices.cluster
+        key = op_key(call, operands, parts(operands, come, self.prices)) if cluster.ops else None
+        found = None if key is None else cluster.op(key)
+        return found if found is None or self.training else (found[0], 0.0)
+
+    def _estimated(
+        self, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: float
+    ) -> tuple[float, float]:
+        """Seconds of both passes by the roofline."""
+        prices = self.prices
+        nbytes = sum(v.dtype.itemsize * prices.local(v.shape, layout) for v, layout in zip((*operands, *results), (*come, *lie), strict=True))
+        dtype = next((v.dtype for v in (*results, *operands) if v.dtype.is_floating_point), (results or operands)[0].dtype)
+        forward = prices.cluster.compute(work.flops * share, nbytes, dtype)
+        if not (self.training and work.backward):
+            return forward, 0.0
+        return forward, prices.cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
+
+
+#: What calls do, for all meshes: asking is slow where a call is a composition.
+_known: dict[Hashable, Any] = {}
+_KEPT = 1 << 14
+
+
+def _remember(key: Hashable, found: Any) -> Any:
+    if len(_known) >= _KEPT:
+        _known.clear()
+    _known[key] = found
+    return found
+
+
+def _loose(s: Signature) -> bool:
+    """Whether some tensor is partial by it: beside a composition, such ways are left out."""
+    return not s.composed and any(e.is_partial for e in (*s.ins, *s.outs))
+
+
+def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], size: int) -> float:
+    """What part of the work the busiest rank of an axis has."""
+    for v, e in zip((*operands, *results), (*s.ins, *s.outs), strict=False):
+        if e.is_split:
+            n, unit = v.shape[e.dim], e.unit
+            return min(1.0, unit * -(-n // (unit * size)) / n) if n else 1.0
+    return 1.0 / size
+
+
+def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout | None:
+    """The layout as specs have it; None where some rank would have nothing of it."""
+    layout = Spec.make(value.shape, value.dtype, mesh, entries).layout
+    return layout if fills(value.shape, layout, mesh) else None
+
+
+@lru_cache(maxsize=1 << 16)
+def fills(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
+    """Whether every rank has something of a tensor that lies so."""
+    for dim, n in enumerate(shape):
+        parts = math.prod(mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim)
+        if parts > 1 and n < parts:
+            return False
+    return True

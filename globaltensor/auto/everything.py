@@ -1,0 +1,347 @@
+"""The search over everything: mesh, pipeline stages, micro-batches, schedule, recomputation, ZeRO and the layout of every tensor, under a memory limit.
+
+For each number of stages, mesh and micro-batch there is a lower bound of the modelled time; those that cannot beat the best plan so far are not looked into
+(branch and bound). The best few by the model are simulated action by action, and the quickest of them is the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..cluster import Cluster
+from ..graph.pipeline import promise
+from ..placement import Placement
+from .batches import Batches
+from .calls import Calls
+from .formulate import Options, bucket_of
+from .meshes import divisors, meshes
+from .parts import QUANTITIES, Ground
+from .pipelines import Candidate, Crossing, Setting, modelled, narrowed, parts_of, stages_of
+from .planned import Plan, PlanError
+from .prices import Prices
+from .ranges import runs
+from .segments import Chain, cut
+from .simulated import Simulation, step
+from .stages import Cutting, divide, least_memory
+from .told import told
+from .work import work_of
+
+__all__ = ["Space", "everything"]
+
+#: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as there is.
+_PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
+_SIMULATED: Final = 8  # plans of which the step is simulated
+_TIGHTENED: Final = 24  # settings whose bound is worked out with a price on memory
+_RESCHEDULED: Final = 12  # settings that are tried with all schedules
+_ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only these, None: all that are sensible. ``axes``: of a mesh at
+    most. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even part."""
+
+    stages: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    meshes: Sequence[tuple[int, ...]] | None = None
+    axes: int = 2
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    recompute: bool = True
+    slack: float = 1.15
+
+
+def everything(
+    calls_of: Callable[[int], Calls],
+    batch: int,
+    cluster: Cluster,
+    devices: int | None = None,
+    options: Options | None = None,
+    space: Space | None = None,
+    seconds: float | None = None,
+) -> Plan:
+    """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster), with the best bound known.
+
+    ``calls_of(rows)``: the calls of a step on so many rows (a batch is dim 0 of the inputs). ``options.memory``: bytes of a device, by default the cluster's.
+    ``seconds``: stop after so long with the best so far. Deterministic, unless stopped. Raises PlanError where nothing fits, saying the least that would do.
+    """
+    started = time.perf_counter()
+    devices = devices or cluster.size or 1
+    options = options or Options()
+    if options.memory is None and cluster.memory:
+        options = dataclasses.replace(options, memory=cluster.memory)
+    search = _Search(Batches(calls_of, batch), cluster, devices, options, space or Space())
+    captured = time.perf_counter()
+    search.run(math.inf if seconds is None else started + seconds)
+    best, run = search.best()
+    log = {**search.log, "capturing_seconds": captured - started, "searching_seconds": time.perf_counter() - captured}
+    return told(best, run, min(search.bound, best.cost), batch, log)
+
+
+class _Search:
+    def __init__(self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: Space) -> None:
+        self.batches, self.cluster, self.devices, self.options, self.space = batches, cluster, devices, options, space
+        self.chain: Chain = cut(batches.whole, options.fixed)
+        self.prices: dict[Placement, Prices] = {}
+        self.found: list[Candidate] = []
+        self.bounds: dict[tuple[int, int, Placement], float] = {}
+        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once.
+        self.once: dict[tuple[int, int, Placement], float] = {}
+        self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
+        self._ideals: dict[tuple[int, int], float] = {}
+        self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
+        self._later: list[tuple[float, Setting, Ground, int]] = []
+
+    @property
+    def least(self) -> float:
+        """Seconds of the best plan so far."""
+        return self.found[0].seconds if self.found else math.inf
+
+    @property
+    def bound(self) -> float:
+        return min(self.bounds.values(), default=0.0)
+
+    def run(self, until: float) -> None:
+        settings = sorted(self._settings(), key=lambda s: s[:3])
+        if not settings:
+            out = "".join(f"; {told}" for told in self.log.get("left_out", {}).values())
+            many = len(self.chain.segments)
+            raise PlanError(f"nothing to search: {self.devices} devices, a batch of {self.batches.batch}, {many} segments to cut between, {self.space}{out}")
+        self.bounds = {s[1:]: s.bound for s in settings}
+        self.once = {s[1:]: s.bound for s in settings if s.stages == s.micros == 1}
+        seen = 0
+        for setting in settings:
+            if setting.bound >= self.least or (self.found and time.perf_counter() > until):
+                continue
+            seen += 1
+            self._look(setting)
+        if not self.found:
+            raise PlanError(self._too_little())
+        self._reschedule(until)
+        self._tighten(until)
+        once = min([self.once.get(key, bound) for key, bound in self.bounds.items()])
+        self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": once}
+
+    # The space
+
+    def _settings(self) -> Iterator[Setting]:
+        space = self.space
+        for stages in space.stages or divisors(self.devices):
+            if stages > len(self.chain.segments) or self.devices % stages or not any(True for _ in self._lanes(stages)):
+                continue
+            shapes = meshes(self.devices // stages, self.cluster, space.axes)
+            if space.meshes is not None:
+                shapes = [m for m in shapes if m.shape in set(map(tuple, space.meshes))]
+            for micros in self._micros(stages):
+                bound = self._ideal(stages, micros) * self._factor(stages, micros)
+                yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
+
+    def _micros(self, stages: int) -> list[int]:
+        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those of the space."""
+        batch, wanted = self.batches.batch, self.space.micro_batches
+        if wanted:
+            return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
+        able = [m for m in divisors(batch) if (m >= stages or stages == 1) and (self.batches.whole.training or m == 1 or stages > 1)]
+        found: list[int] = []
+        for m in able:
+            if m <= max(64, 8 * stages) and (not found or m >= 2 * found[-1]) and self._runs(batch // m):
+                found.append(m)
+        return found
+
+    def _runs(self, rows: int) -> bool:
+        """Whether the model makes the same calls on so many rows."""
+        out = self.log.get("left_out", {})
+        if str(rows) not in out:
+            try:
+                self.batches.at(rows)
+            except PlanError as error:
+                self.log["left_out"] = out = {**out, str(rows): str(error)}
+        return str(rows) not in out
+
+    def _factor(self, stages: int, micros: int) -> float:
+        """At least so many times longer than the work of all micro-batches, evenly shared, takes a pipeline by any of the schedules."""
+        free = set(self.space.schedules) - {"1f1b", "gpipe"}
+        if stages == 1 or free:
+            return 1.0
+        return (micros + stages - 1) / micros
+
+    def _ideal(self, stages: int, micros: int) -> float:
+        """Seconds of computing all micro-batches if all work were shared evenly and nothing moved: arithmetic at the pace of kernels of this size."""
+        key = stages, micros
+        if key not in self._ideals:
+            calls, found, share = self.batches.at(self.batches.batch // micros), 0.0, stages / self.devices
+            for kind, first in enumerate(self.chain.first):
+                many = self.chain.kinds.count(kind)
+                for number in self.chain.segments[first].calls:
+                    work = work_of(calls.calls[number], calls.values)
+                    if work.flops:
+                        dtype = next((calls.values[v].dtype for v in calls.calls[number].outs), None)
+                        passes = 1 + (work.backward if calls.training else 0.0)
+                        found += many * self.cluster.compute(work.flops * passes * share, 0.0, dtype)
+            self._ideals[key] = self.options.computation * found * micros / stages
+        return self._ideals[key]
+
+    # One setting
+
+    def _look(self, setting: Setting) -> None:
+        _, stages, micros, mesh = setting
+        prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
+        ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+        settled = self.settled.get(mesh)
+        if settled is not None:
+            ground.active = settled
+        free = Cutting(ground, micros, stages, None)
+        bound = free.evenly()
+        self._raise(setting, bound * micros / (micros + stages - 1) * self._factor(stages, micros))
+        if setting[1:] in self.once:
+            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5))
+        if self.bounds[setting[1:]] >= self.least * 1.02:
+            return
+        free.settle()
+        self.settled[mesh] = ground.active
+        scores = free.first.of(runs(free.kinds, [False] * len(free.kinds))).score.min((1, 2))
+        evenly, hub = float(scores.min()) / stages, int(scores.argmin())
+        # The first schedule has the whole bubble; what others could save is looked at later.
+        lanes, schedule = next(self._lanes(stages))
+        if (evenly if schedule in ("1f1b", "gpipe") else self.bounds[setting[1:]]) < self.least * 1.02:
+            self._divide(ground, setting, schedule, lanes, hub)
+        if stages > 1 and self.bounds[setting[1:]] < self.least:
+            self._later.append((evenly, setting, ground, hub))
+            hopes = {id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)]) for e in self._later}
+            self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[:_RESCHEDULED]
+
+    def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
+        """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
+        _, stages, micros, _ = setting
+        bubble = evenly * (stages - 1) / (micros + stages - 1)
+        kept = {"interleaved": 0.5, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": max(0.0, 1 - micros / (2 * stages - 1))}.get(schedule, 1.0)
+        return evenly - (1 - kept) * bubble
+
+    def _raise(self, setting: Setting, bound: float) -> None:
+        self.bounds[setting[1:]] = max(self.bounds[setting[1:]], bound)
+
+    def _lanes(self, stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
+        segments, wanted = len(self.chain.segments), self.space.schedules
+        if stages == 1 or not self.batches.whole.training:
+            yield tuple(range(stages)), "1f1b"
+            return
+        for name in wanted:
+            if name in _ONE_BY_ONE:
+                yield tuple(range(stages)), name
+        if "interleaved" in wanted and 2 * stages <= segments:
+            yield tuple(range(stages)) * 2, "interleaved"
+        if "zb-v" in wanted and 2 * stages <= segments:
+            yield (*range(stages), *reversed(range(stages))), "zb-v"
+
+    def _divide(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
+        """Add the best plan of a setting by a schedule to those found."""
+        stages, micros, chunks = setting.stages, setting.micros, len(lanes)
+        each = chunks // stages
+        most = promise(schedule, lanes, micros) if stages > 1 and ground.calls.training else (1,) * stages
+        flights = tuple(most[lane] / each for lane in lanes)
+        limit = self.options.memory / each if self.options.memory else None
+        cutting = Cutting(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
+        if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
+            return
+        loads = [float(cutting.first.of(((kind, False, 1),)).score[hub].min()) for kind in cutting.kinds]
+        crossing = Crossing(ground, self.cluster, setting, hub)
+        faces = None if chunks == 1 else narrowed(cutting, hub)
+        found = divide(
+            len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]), lambda i, b: crossing.seconds(b),
+            loads, self.space.slack, faces,
+        )  # fmt: skip
+        if found is None:
+            return
+        spans, ends = zip(found.cuts, found.cuts[1:], strict=False), list(zip(found.faces, found.faces[1:], strict=False))
+        offers = [cutting.of(a, b, flights[i]) for i, (a, b) in enumerate(spans)]
+        ways = tuple(o.ways[int(o.way[e])] for o, e in zip(offers, ends, strict=True))
+        parts = [parts_of(cutting, found, ways, i) for i in range(chunks)]
+        forwards = [float(p[QUANTITIES.index("F")]) for p in parts]
+        moved = [float(crossing.seconds(c)[f]) for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)]
+        times, steps = [float(o.time[e]) for o, e in zip(offers, ends, strict=True)], [float(o.step[e]) for o, e in zip(offers, ends, strict=True)]
+        cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
+        beside = [self._beside(p) for p in parts]
+        seconds = modelled(schedule, lanes, micros, [t for t, _ in beside], [u for _, u in beside], moved, forwards)
+        self.found.append(Candidate(cost, seconds, setting, schedule, lanes, found, ways, cutting))
+        self.found.sort(key=lambda c: (c.seconds, c.setting.stages, c.setting.micros, c.schedule))
+        del self.found[3 * _SIMULATED :]
+
+    def _beside(self, parts: Any) -> tuple[float, float]:
+        """Seconds of a micro-batch and of a step where what may hide runs beside computing, as far as there is any."""
+        f, b, g, r, o = (float(parts[QUANTITIES.index(q)]) for q in "FBGRO")
+        halves = (g / 2, g / 2) if b else (g, 0.0)
+        computing = self.cluster.beside(f, halves[0]) + self.cluster.beside(b, halves[1])
+        return computing, o + self.cluster.beside(b, halves[1] + r) - self.cluster.beside(b, halves[1])
+
+    def _reschedule(self, until: float) -> None:
+        """Other schedules, for the pipelines that would be best without their bubble."""
+        for evenly, setting, ground, hub in self._later:
+            for lanes, schedule in list(self._lanes(setting.stages))[1:]:
+                if self._hope(evenly, setting, schedule) < self.least and time.perf_counter() < until:
+                    self._divide(ground, setting, schedule, lanes, hub)
+
+    def _tighten(self, until: float) -> None:
+        """Raise the lowest bounds by a price on memory, where there is a limit."""
+        if not self.options.memory:
+            return
+        for _ in range(_TIGHTENED):
+            key = min(self.bounds, key=lambda k: (self.bounds[k], k[:2]))
+            if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
+                return
+            stages, micros, mesh = key
+            prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
+            ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+            cutting = Cutting(ground, micros, stages, float(self.options.memory), _PRICES, self.space.recompute)
+            if cutting.roomy():
+                return  # memory costs nothing there
+            part = micros / (micros + stages - 1) * self._factor(stages, micros)
+            raised = max(self.bounds[key], cutting.bound(part))
+            if raised <= self.bounds[key] * (1 + 1e-9):
+                return
+            self.bounds[key] = raised
+
+    # The end
+
+    def best(self) -> tuple[Candidate, Simulation]:
+        """The quickest of the best few, by simulation, with its run."""
+        tried: list[tuple[float, float, int, Candidate, Simulation]] = []
+        for candidate in self.found:
+            run = step(stages_of(candidate, self.cluster), candidate.schedule, candidate.lanes, candidate.setting.micros, self.cluster)
+            if not self.options.memory or max(run.memory) <= self.options.memory:
+                tried.append((run.seconds, candidate.cost, len(tried), candidate, run))
+            if len(tried) == _SIMULATED:
+                break
+        if not tried:
+            raise PlanError(self._too_little())
+        _, _, _, candidate, run = min(tried, key=lambda t: t[:3])
+        self.log["simulated"] = len(tried)
+        return candidate, run
+
+    def _too_little(self) -> str:
+        limit, calls = self.options.memory, self.batches.whole
+        if not limit:
+            return f"no way was found to run these calls on {self.devices} devices in {self.space}: some call cannot take what it is given as it is laid"
+        least, where = math.inf, ""
+        for stages in self.space.stages or divisors(self.devices):
+            if stages > len(self.chain.segments) or self.devices % stages:
+                continue
+            micros = max(self._micros(stages), default=1)
+            for mesh in meshes(self.devices // stages, self.cluster, 1):
+                ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
+                cutting = Cutting(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
+                cutting.settle()
+                cutting.settle(len(_PRICES) - 1)
+                found = least_memory(cutting, stages, [float(min(micros, stages - i)) for i in range(stages)])
+                if found < least:
+                    least, where = found, f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} micro-batches"
+        kept = sum(v.nbytes for v in calls.parameters)
+        return (
+            f"no plan fits into memory={limit} bytes a device on {self.devices} devices with a batch of {self.batches.batch}: the least that was found is "
+            f"{math.ceil(least)} bytes ({least / 2**30:.3g} GiB) a device, with {where}{' and everything recomputed' if self.space.recompute else ''}; "
+            f"parameters, gradients and optimizer state are {kept * (2 + self.options.states) / 2**30:.3g} GiB in all. Give more devices or memory, a smaller "
+            f"batch, an optimizer with less state{'' if self.space.recompute else ', or allow recomputation'}"
+        )

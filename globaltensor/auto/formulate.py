@@ -1,0 +1,335 @@
+"""The search as a problem for the solver: nodes for what is given, for calls and for tensors that several calls take; costs and memory folded in.
+
+One node stands for a call's forward and backward together: by duality the layout of a gradient follows from that of the value (DESIGN section 3), so an edge
+prices a change of layout with its way back. The gradient of a value with several takers is brought back from each of them to what its maker needs.
+
+A tensor that several calls take has a node of its own, whose strategies are pairs: the layout it is made in, and one more that it is kept in as well, so that
+a change of layout that several takers want is paid once (what OneFlow calls an sbp collector).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..boxing.moves import Layout
+from ..cluster import Cluster
+from ..placement import Placement
+from ..reducer import BUCKET_BYTES
+from .calls import Calls, Value
+from .candidates import Candidates, Menu
+from .prices import Prices, duals
+from .solver import Problem, solve
+
+__all__ = ["Formulation", "Options", "bucket_of", "formulate", "hidden", "updating"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_PATIENCE = 120.0  # seconds for finding out how little memory would do
+
+
+@dataclass(frozen=True)
+class Options:
+    """What else a search may be told. ``computation``: weight of computing against moving. ``wait``: seconds that each change of layout costs besides what the
+    cluster says. ``collect``: whether several takers may share one change of layout. ``states``: bytes of optimizer state for each byte of a parameter.
+    ``fixed``: path of something given -> the layouts it may have. ``hidden``: the part of gradients' and parameters' traffic that hides behind computing
+    (None: as the cluster says)."""
+
+    computation: float = 1.0
+    wait: float = 0.0
+    collect: bool = True
+    states: float = 2.0
+    memory: int | None = None
+    fixed: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
+    hidden: float | None = None
+
+
+class Known:
+    """What formulations of the same calls on the same mesh share: candidates of calls, and tables of prices."""
+
+    def __init__(self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0) -> None:
+        self.prices = Prices(cluster, mesh, bucket)
+        self.menu = Menu(self.prices, training)
+        self.tables: dict[Any, Array] = {}
+
+
+@dataclass
+class Formulation:
+    """A problem and what its nodes mean."""
+
+    calls: Calls
+    mesh: Placement
+    options: Options
+    prices: Prices
+    problem: Problem
+    candidates: dict[int, Candidates]  # of each call that has a node
+    node_of_call: dict[int, int]
+    node_of_value: dict[int, int]
+    layouts: dict[int, list[tuple[Layout, Layout | None]]]  # node of a value -> its strategies
+    known: Known
+
+    def made(self, value: Value, choice: Sequence[int]) -> Layout:
+        """How a value lies where it is made, or given."""
+        if value.number in self.node_of_value:
+            node = self.node_of_value[value.number]
+            return self.layouts[node][choice[node]][0]
+        call = self.calls.calls[value.maker]
+        found = self.candidates[call.number]
+        return found.outs[call.outs.index(value.number)][choice[self.node_of_call[call.number]]]
+
+    def wanted(self, call: int, operand: int, choice: Sequence[int]) -> Layout:
+        """How a call takes an operand."""
+        return self.candidates[call].ins[operand][choice[self.node_of_call[call]]]
+
+    def least_memory(self, seconds: float | None = None) -> int | None:
+        """The least bytes a rank that some plan would do with; None where ``seconds`` (by default 120) have not been enough to find one."""
+        least = dataclasses.replace(self.problem, usage_limit=0)
+        found = solve(least, seconds=_PATIENCE if seconds is None else seconds).least_usage
+        return None if found is None else math.ceil(found[0])
+
+
+def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> float:
+    """Seconds of an optimizer's step on so many bytes of a parameter: it reads and writes them and its state, and reads the gradient."""
+    return cluster.compute(0.0, int(nbytes * (3 + 2 * options.states)), dtype)
+
+
+def hidden(cluster: Cluster, options: Options) -> float:
+    """The part of parameters' and their gradients' traffic that hides behind computing."""
+    return max(0.0, min(0.9, 2.0 - cluster.overlap)) if options.hidden is None else options.hidden
+
+
+def bucket_of(calls: Calls) -> int:
+    """Bytes of gradients that go together: all of them, up to the reducer's limit."""
+    return min(BUCKET_BYTES, sum(v.nbytes for v in calls.parameters if v.grad)) if calls.training else 0
+
+
+def formulate(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, known: Known | None = None) -> Formulation:
+    """The problem of one mesh. ``known``: of another formulation with the same computation weight and calls."""
+    return _Builder(calls, mesh, options, known or Known(cluster, mesh, calls.training, bucket_of(calls))).build()
+
+
+class _Builder:
+    def __init__(self, calls: Calls, mesh: Placement, options: Options, known: Known) -> None:
+        self.calls, self.mesh, self.options, self.known = calls, mesh, options, known
+        self.prices, self.menu, self.tables = known.prices, known.menu, known.tables
+        self.seen = 1.0 - hidden(known.prices.cluster, options)
+        self.problem = Problem("sbp", options.memory)
+        self.candidates: dict[int, Candidates] = {}
+        self.node_of_call: dict[int, int] = {}
+        self.node_of_value: dict[int, int] = {}
+        self.layouts: dict[int, list[tuple[Layout, Layout | None]]] = {}
+        self.end = len(calls.calls)
+
+    def build(self) -> Formulation:
+        live = [c for c in self.calls.calls if not c.wild]
+        for call in live:
+            self.candidates[call.number] = self.menu.of(call, self.calls.values)
+        for value in self.calls.values:
+            if value.state and any(t in self.candidates for t in value.takers):
+                self._given(value)
+        for call in live:
+            self._call(call.number)
+        for value in self.calls.values:
+            takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
+            if not value.state and len(takers) > 1 and value.maker in self.candidates:
+                self._held(value, takers)
+        for value in self.calls.values:
+            self._edges(value)
+        return Formulation(
+            self.calls, self.mesh, self.options, self.prices, self.problem, self.candidates, self.node_of_call, self.node_of_value, self.layouts, self.known
+        )
+
+    # Nodes
+
+    def _given(self, value: Value) -> None:
+        made = self.menu.states(value, value.state != "buffer")
+        fixed = self.options.fixed.get(value.path or value.name)
+        if fixed:
+            made = list(fixed)
+        takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
+        pairs = self._pairs(value, made, takers)
+        costs = self._kept_cost(value, pairs)
+        usage: list[tuple[tuple[int, int] | None, Array]] = []
+        size = self._bytes(value, [p[0] for p in pairs])
+        if value.state == "parameter" and self.calls.training and value.grad:
+            usage.append((None, size * (2 + self.options.states)))
+            costs = costs + np.array([updating(self.prices.cluster, b, self.options, value.dtype) for b in size])
+        else:
+            usage.append((None, size))
+        self._add(value, pairs, costs, usage)
+
+    def _call(self, number: int) -> None:
+        call, found = self.calls.calls[number], self.candidates[number]
+        costs = self.options.computation * (found.forward + found.backward) + found.moving
+        usage: list[tuple[tuple[int, int] | None, Array]] = []
+        if call.extra and self.calls.training:
+            usage.append((self._kept(number), found.share * call.extra))
+        for k, v in enumerate(call.outs):
+            value = self.calls.values[v]
+            if v in self.calls.outputs:
+                costs = costs + self.prices.settled(value.shape, value.dtype, found.outs[k])
+            if v not in self.node_of_value and not self._alias(value):
+                usage += self._usage(value, found.outs[k])
+        for k, v in enumerate(call.operands):
+            value = self.calls.values[v]
+            if value.saved and self._single(value) and self.calls.training:
+                usage.append((self._kept(number), self._bytes(value, found.ins[k])))
+        self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
+
+    def _held(self, value: Value, takers: Sequence[int]) -> None:
+        made = list(dict.fromkeys(self._made(value)))
+        pairs = self._pairs(value, made, takers)
+        usage = self._usage(value, [p[0] for p in pairs])
+        copies = self._bytes(value, [c for _, c in pairs])
+        if copies.any():
+            usage.append(((value.maker, self._last(value) + 1) if not (value.saved and self.calls.training) else self._kept(value.maker), copies))
+        self._add(value, pairs, self._kept_cost(value, pairs), usage)
+
+    def _add(self, value: Value, pairs: list[tuple[Layout, Layout | None]], costs: Array, usage: list[tuple[tuple[int, int] | None, Array]]) -> None:
+        node = self.problem.node(costs, usage, name=value.path or value.name)
+        self.node_of_value[value.number] = node
+        self.layouts[node] = pairs
+
+    # Memory
+
+    def _kept(self, number: int) -> tuple[int, int]:
+        """From a call to its backward."""
+        return number, 2 * self.end - number
+
+    def _last(self, value: Value) -> int:
+        return max(value.takers, default=value.maker)
+
+    def _single(self, value: Value) -> bool:
+        """Whether one call takes it, so that what is kept for backward is what that call has taken."""
+        return not value.state and len(set(value.takers)) == 1 and value.maker in self.candidates
+
+    def _alias(self, value: Value) -> bool:
+        """Whether it shares the memory of the operand it was made of."""
+        call = self.calls.calls[value.maker]
+        return call.inplace or not self.candidates[value.maker].forward.any()
+
+    def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[tuple[tuple[int, int] | None, Array]]:
+        """What a computed value takes: until its last use; kept for backward; and its gradient there."""
+        size = self._bytes(value, layouts)
+        start, end = value.maker, self._last(value) + 1
+        if not self.calls.training:
+            return [((start, end), size)]
+        if value.saved and not self._single(value):
+            return [(self._kept(start), size)]
+        found: list[tuple[tuple[int, int] | None, Array]] = [((start, end), size)]
+        if value.grad:
+            found.append(((2 * self.end - end, 2 * self.end - start), size))
+        return found
+
+    def _bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
+        """Bytes of the largest part in each of these layouts; None is nothing."""
+
+        def make() -> Array:
+            sizes = {x: 0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x) for x in dict.fromkeys(layouts)}
+            return np.array([sizes[x] for x in layouts], dtype=float)
+
+        return self._once(("bytes", value.shape, value.dtype.itemsize, tuple(layouts)), make)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What other values and formulations have needed too."""
+        found = self.tables.get(key)
+        if found is None:
+            found = self.tables[key] = make()
+        return found
+
+    # Changes of layout
+
+    def _made(self, value: Value) -> list[Layout]:
+        call = self.calls.calls[value.maker]
+        return self.candidates[value.maker].outs[call.outs.index(value.number)]
+
+    def _wanted(self, value: Value, taker: int) -> list[Layout]:
+        call = self.calls.calls[taker]
+        return self.candidates[taker].ins[call.operands.index(value.number)]
+
+    def _pairs(self, value: Value, made: Sequence[Layout], takers: Sequence[int]) -> list[tuple[Layout, Layout | None]]:
+        """The strategies of a value with a node of its own: how it is made, and how it is kept as well."""
+        wanted = [self._wanted(value, t) for t in takers] if self.options.collect else []
+
+        def make() -> list[tuple[Layout, Layout | None]]:
+            alone: list[tuple[Layout, Layout | None]] = [(x, None) for x in made]
+            sets = [set(w) for w in wanted]
+            several = [x for x in dict.fromkeys(itertools.chain(*wanted)) if sum(x in w for w in sets) > 1 and not any(e.is_partial for e in x)]
+            return alone + [(x, y) for x in made for y in several if x != y]
+
+        return self._once(("pairs", tuple(made), tuple(map(id, wanted))), make)  # type: ignore[no-any-return]
+
+    def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+        """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
+        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", tuple(layouts), tuple(wanted), self.seen, self.options.wait
+        return self._once(key, lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
+
+    def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
+        numbers, seconds = self.prices.table(value.shape, value.dtype, [*layouts, *wanted])
+        a, b = [numbers[x] for x in layouts], [numbers[x] for x in wanted]
+        there = seconds[np.ix_(a, b)]
+        there = there + self.options.wait * (there > 0)
+        if not (self.calls.training and value.grad):
+            return np.asarray(self.seen * there if value.state == "parameter" else there)
+        if value.state == "parameter":
+            # A leaf keeps its gradient as it lies itself. Its traffic runs beside computing.
+            back = self.prices.gradients(value.shape, value.dtype, wanted, layouts).T
+            return np.asarray(self.seen * (there + back))
+        back = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in layouts])].T
+        return np.asarray(there + back + self.options.wait * (back > 0))
+
+    def _kept_cost(self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]]) -> Array:
+        made = list(dict.fromkeys(x for x, _ in pairs))
+        kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
+        if not kept:
+            return np.zeros(len(pairs))
+        table = self._change(value, made, kept)
+        rows, columns = {x: i for i, x in enumerate(made)}, {y: i for i, y in enumerate(kept)}
+        return self._once(("kept", id(table), id(pairs)), lambda: np.array([0.0 if y is None else table[rows[x], columns[y]] for x, y in pairs]))
+
+    def _edges(self, value: Value) -> None:
+        node = self.node_of_value.get(value.number)
+        takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
+        if node is None:
+            if value.maker in self.candidates and takers:
+                table = self._change(value, self._made(value), self._wanted(value, takers[0]))
+                self.problem.edge(self.node_of_call[value.maker], self.node_of_call[takers[0]], table)
+            return
+        pairs = self.layouts[node]
+        if value.maker >= 0:
+            made = self._made(value)
+            self.problem.edge(self.node_of_call[value.maker], node, self._same(tuple(made), tuple(pairs)))
+        for taker in takers:
+            self.problem.edge(node, self.node_of_call[taker], self._taken(value, tuple(pairs), self._wanted(value, taker)))
+
+    def _same(self, made: tuple[Layout, ...], pairs: tuple[tuple[Layout, Layout | None], ...]) -> Array:
+        return self._once(("same", made, pairs), lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]))  # type: ignore[no-any-return]
+
+    def _taken(self, value: Value, pairs: tuple[tuple[Layout, Layout | None], ...], wanted: Sequence[Layout]) -> Array:
+        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", pairs, tuple(wanted), self.seen, self.options.wait
+        found = self.tables.get(key)
+        if found is None:
+            made = list(dict.fromkeys(x for x, _ in pairs))
+            first = self._change(value, made, wanted)[[made.index(x) for x, _ in pairs]]
+            kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
+            if kept:
+                # From the second layout it goes on as a value that is computed: what becomes of its gradient is paid where the two meet.
+                second = self._onwards(value, kept, wanted)
+                rows = np.array([-1 if y is None else kept.index(y) for _, y in pairs])
+                first = np.where((rows >= 0)[:, None], np.minimum(first, second[rows]), first)
+            found = self.tables[key] = first
+        return found
+
+    def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+        numbers, seconds = self.prices.table(value.shape, value.dtype, [*kept, *wanted])
+        there = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
+        there = there + self.options.wait * (there > 0)
+        if self.calls.training and value.grad:
+            back = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in kept])].T
+            there = there + back + self.options.wait * (back > 0)
+        return np.asarray(there)

@@ -1,0 +1,128 @@
+"""What it costs to change a tensor's layout on a mesh: the runtime's own moves, priced by the cluster, for all pairs of layouts at once.
+
+Eager asks the planner for one route at a time; the search wants them all, so shortest paths are taken between all layouts together (Floyd and Warshall 1962).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..boxing.moves import Layout, neighbours
+from ..boxing.prices import prices_of
+from ..cluster import Cluster
+from ..placement import Placement
+from ..sbp import Sbp, broadcast, dual, partial_sum
+from ..spec import nested
+
+__all__ = ["Prices", "duals"]
+
+Table = np.ndarray[Any, np.dtype[Any]]
+_MOST = 4096  # layouts of one tensor
+
+
+@lru_cache(maxsize=1 << 16)
+def duals(layout: Layout) -> Layout:
+    """How the gradient of a tensor lies that lies so."""
+    return tuple(dual(e) for e in layout)
+
+
+class Prices:
+    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one collective; 0: each is summed alone."""
+
+    def __init__(self, cluster: Cluster, mesh: Placement, bucket: int = 0) -> None:
+        self.cluster, self.mesh, self.bucket = cluster, mesh, bucket
+        self._tables: dict[Any, tuple[dict[Layout, int], Table]] = {}
+        self._fibers: dict[tuple[int, ...], Sequence[int]] = {}
+        self._seconds: dict[Any, float] = {}
+        self._sizes: dict[tuple[tuple[int, ...], Layout], int] = {}
+
+    def local(self, shape: Sequence[int], layout: Layout) -> int:
+        """Elements of the largest part."""
+        key = tuple(shape), layout
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._sizes[key] = math.prod(self.local_shape(shape, layout))
+        return found
+
+    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        """Shape of the largest part."""
+        sizes = []
+        for dim, n in enumerate(shape):
+            chain = tuple((self.mesh.shape[a], e.unit) for a, e in enumerate(layout) if e.kind == "split" and e.dim == dim)
+            sizes.append(max(length for _, length in nested(n, chain)) if chain else n)
+        return tuple(sizes)
+
+    def collective(self, kind: str, nbytes: int, axes: tuple[int, ...]) -> float:
+        """Seconds of one collective along axes of the mesh."""
+        key = kind, nbytes, axes
+        found = self._seconds.get(key)
+        if found is None:
+            ranks = self._fibers.get(axes)
+            if ranks is None:
+                ranks = self._fibers[axes] = self.mesh.fiber(self.mesh.flat[0], axes)
+            found = self._seconds[key] = self.cluster.seconds(kind, nbytes, ranks)
+        return found
+
+    def gradients(self, shape: tuple[int, ...], dtype: torch.dtype, wanted: Sequence[Layout], kept: Sequence[Layout]) -> Table:
+        """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each way it may lie itself (columns).
+
+        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took it, and is summed whole together with others (`reducer`)."""
+        numbers, seconds = self.table(shape, dtype, [*wanted, *kept])
+        summed = [self.summed(x) for x in kept]
+        there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
+        return there + np.array([self._sum(dtype.itemsize * self.local(shape, x), axes) for x, axes in zip(kept, summed, strict=True)])  # type: ignore[no-any-return]
+
+    def summed(self, kept: Layout) -> tuple[int, ...]:
+        """The axes that gradients of a parameter are summed over in buckets."""
+        if any(e.is_partial for e in kept):
+            return ()
+        return tuple(a for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True)) if e.is_broadcast and n > 1)
+
+    def _sum(self, nbytes: int, axes: tuple[int, ...]) -> float:
+        """Its part of the seconds of a bucket."""
+        whole = max(nbytes, self.bucket)
+        return self.collective("all_reduce", whole, axes) * nbytes / whole if axes and whole else 0.0
+
+    def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
+        """What it costs whoever gets a result that lies so to see it: its partial sums are taken."""
+        whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
+        numbers, seconds = self.table(shape, dtype, [*layouts, *whole])
+        return np.array([seconds[numbers[x], numbers[y]] for x, y in zip(layouts, whole, strict=True)])
+
+    def table(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]) -> tuple[dict[Layout, int], Table]:
+        """(number of each layout, seconds from each to each) for these layouts and all that lie between; those of gradients included."""
+        axes = len(self.mesh.shape)
+        given = list(dict.fromkeys(layouts))
+        splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))
+        menus: list[list[Sbp]] = [[broadcast, partial_sum, *splits] for _ in range(axes)]
+        others = [e for layout in given for e in layout if e.is_partial and e is not partial_sum]
+        if math.prod(map(len, menus)) > _MOST:
+            menus = [list(dict.fromkeys([broadcast, partial_sum, *(e for layout in given for e in (layout[a], dual(layout[a])))])) for a in range(axes)]
+        key = shape, dtype, tuple(tuple(m) for m in menus), tuple(others)
+        found = self._tables.get(key)
+        if found is None:
+            menus = [list(dict.fromkeys([*m, *others])) for m in menus]
+            found = self._tables[key] = self._all_pairs(shape, dtype, menus)
+        return found
+
+    def _all_pairs(self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]) -> tuple[dict[Layout, int], Table]:
+        states = list(itertools.product(*menus))
+        numbers = {layout: i for i, layout in enumerate(states)}
+        moves = prices_of(tuple(shape), dtype, self.mesh, self.cluster)
+        seconds = np.full((len(states), len(states)), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        for i, layout in enumerate(states):
+            for kind, axes, after in neighbours(layout, self.mesh.shape, menus):
+                j = numbers.get(after)
+                if j is not None:
+                    seconds[i, j] = min(seconds[i, j], moves.move(kind, axes, layout, after)[2])
+        for k in range(len(states)):
+            np.minimum(seconds, seconds[:, k, None] + seconds[None, k, :], out=seconds)
+        return numbers, seconds

@@ -1,0 +1,87 @@
+"""A plan read out of a solution: what a choice of strategies means for calls, for what is given and for what moves, and what other choices would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..boxing.moves import Layout
+from .calls import Value
+from .changes import Changes, name_of, short
+from .formulate import Formulation, hidden, updating
+from .planned import Change, Given, Plan, PlannedCall
+from .responses import Responses
+from .solver import Solution
+
+__all__ = ["read_plan"]
+
+
+def read_plan(formulation: Formulation, solution: Solution) -> Plan:
+    """The plan that a choice of strategies is."""
+    f, choice, calls = formulation, solution.choice, formulation.calls
+    problem, listed = f.problem, Changes(f)
+    responses = Responses(f, choice, listed)
+    given = [_given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value]
+    planned, changes = [], []
+    for call in calls.calls:
+        if call.number not in f.candidates:
+            continue
+        k, found = choice[f.node_of_call[call.number]], f.candidates[call.number]
+        planned.append(
+            PlannedCall(
+                call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
+                tuple(name_of(calls.values[v]) for v in call.operands), tuple(short(found.ins[i][k]) for i in range(len(call.operands))),
+                tuple(short(found.outs[i][k]) for i in range(len(call.outs))), tuple(calls.values[v].shape for v in call.outs),
+                float(found.forward[k]), float(found.backward[k]), float(found.moving[k]), float(found.share[k]),
+                responses.of_call(call.number), sum(_local(f, calls.values[v], found.outs[i][k]) for i, v in enumerate(call.outs)), call.number,
+            )
+        )  # fmt: skip
+    for value in calls.values:
+        changes += listed.of(value, choice)
+    memory = [(0 if t is None else t, int(level)) for t, level in problem.usage(choice)]
+    total = float(problem.evaluate(choice))
+    peak = max((m for _, m in memory), default=0)
+    return Plan(
+        f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
+        calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
+        spent=_spent(f, total, planned, changes, given), held=_held(f, given, peak), moments=(1 + calls.training) * len(calls.calls),
+    )  # fmt: skip
+
+
+def _spent(f: Formulation, total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], given: Sequence[Given]) -> dict[str, float]:
+    """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
+    leaves = {g.name: g.layout for g in given if g.kind == "parameter"}
+    aside = sum(c.forward + c.backward for c in changes if leaves.get(c.value) == c.src)
+    cluster, options = f.prices.cluster, f.options
+    trained = [v for v in f.calls.parameters if f.calls.training and v.grad]
+    held = {g.name: g.bytes for g in given}
+    spent = {
+        "computing": options.computation * sum(c.forward + c.backward for c in planned),
+        "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
+        "hidden": hidden(cluster, options) * aside,
+        "updating": sum(updating(cluster, held[name_of(v)], options, v.dtype) for v in trained if name_of(v) in held),
+    }
+    if options.wait:
+        spent["waiting"] = total - spent["computing"] - spent["moving"] + spent["hidden"] - spent["updating"]
+    return spent
+
+
+def _held(f: Formulation, given: Sequence[Given], peak: int) -> dict[str, int]:
+    """What the memory at its peak is made of, in bytes a rank."""
+    trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
+    parameters = sum(g.bytes for g in given if g.kind == "parameter")
+    gradients = sum(g.bytes for g in given if g.name in trained)
+    optimizer = int(gradients * f.options.states)
+    rest = sum(g.bytes for g in given if g.kind != "parameter")
+    named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "inputs and buffers": rest}
+    return {**named, "activations": max(0, peak - sum(named.values()))}
+
+
+def _local(f: Formulation, value: Value, layout: Layout) -> int:
+    """Bytes that one rank holds."""
+    return value.dtype.itemsize * f.prices.local(value.shape, layout)
+
+
+def _given(f: Formulation, value: Value, choice: Sequence[int], responses: Responses) -> Given:
+    layout = f.made(value, choice)
+    others, held = responses.of_value(value), _local(f, value, layout)
+    return Given(name_of(value), value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held, others)

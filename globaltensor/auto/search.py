@@ -1,0 +1,110 @@
+"""The search on one mesh: formulate, solve, read the plan out of the solution."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..boxing.moves import Layout, show_bytes
+from ..cluster import Cluster
+from ..placement import Placement
+from ..sbp import broadcast, split
+from .calls import Calls
+from .candidates import fills
+from .formulate import Formulation, Options, formulate
+from .planned import Alternative, Plan, PlanError
+from .reading import read_plan
+from .solver import Solution, solve
+
+__all__ = ["Found", "compare", "data_parallel", "priced", "search"]
+
+
+class Found(NamedTuple):
+    """A plan, the problem it solves, and the choice that it is."""
+
+    plan: Plan
+    formulation: Formulation
+    choice: Sequence[int]
+
+
+_LONGEST = 120.0  # seconds that the solver may take where nothing is said
+_CLOSE = 1e-5  # a gap between cost and bound at which it may stop
+
+
+def search(
+    calls: Calls,
+    cluster: Cluster,
+    mesh: Placement,
+    options: Options,
+    seconds: float | None = None,
+    recipes: Mapping[str, Any] | None = None,
+    agreed: Callable[[Solution], Solution] = lambda solution: solution,
+    compared: bool = True,
+) -> Found:
+    """The best plan on this mesh. ``seconds``: stop after so long with the best so far, what is priced beside it included. ``recipes``: name -> {path: layouts}
+    of other ways to price; with ``compared=False`` none are, nor data parallelism. ``agreed``: of what each rank has found, what all take: where time runs out
+    they may differ. Raises PlanError where no plan fits into the memory, naming the least that would do, and where none was found in the time."""
+    started = time.perf_counter()
+    formulation = formulate(calls, cluster, mesh, options)
+    built = time.perf_counter()
+    solution = agreed(solve(formulation.problem, seconds=_LONGEST if seconds is None else max(0.0, started + seconds - built), gap=_CLOSE))
+    solved = time.perf_counter()
+    if not solution.feasible:
+        raise PlanError(_too_little(formulation, solution))
+    plan = read_plan(formulation, solution)
+    ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
+    others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
+    told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
+    return Found(dataclasses.replace(plan, alternatives=others, search=told), formulation, solution.choice)
+
+
+def data_parallel(calls: Calls, mesh: Placement) -> dict[str, tuple[Layout, ...]]:
+    """Every rank has all parameters and a part of each input."""
+    axes = len(mesh.shape)
+    whole, parted = (broadcast,) * axes, (split(0),) * axes
+    return {v.path or v.name: (whole,) if v.state != "input" or not v.shape else (parted,) for v in calls.states()}
+
+
+def compare(formulation: Formulation, ways: Mapping[str, Mapping[str, tuple[Layout, ...]]], seconds: float | None = None) -> dict[str, Alternative]:
+    """What each of some ways to lay given tensors costs at best. ``seconds``: of all together, shared evenly by those that are left."""
+    started, found = time.perf_counter(), {}
+    for k, (name, fixed) in enumerate(ways.items()):
+        left = _LONGEST if seconds is None else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
+        found[name] = priced(formulation, fixed, left)
+    return found
+
+
+def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _LONGEST) -> Alternative:
+    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``."""
+    calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
+    for v in calls.states():
+        if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
+            return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
+    found = formulate(calls, formulation.prices.cluster, mesh, dataclasses.replace(options, memory=None, fixed={**fixed, **options.fixed}), formulation.known)
+    solution = solve(found.problem, seconds=seconds, gap=_CLOSE)
+    if not solution.feasible:
+        why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
+        return Alternative(math.inf, 0, False, why)
+    memory = int(found.problem.peak(solution.choice))
+    fits = options.memory is None or memory <= options.memory
+    return Alternative(float(solution.cost), memory, fits, "" if fits else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}")
+
+
+def _too_little(formulation: Formulation, solution: Solution) -> str:
+    limit = formulation.options.memory
+    if not solution.infeasible:
+        fits = "" if limit is None else f" that fits into memory={limit} bytes ({show_bytes(limit)}) a rank"
+        return f"no plan{fits} was found in the {solution.seconds:.3g} s that the search had; whether there is one is open. Give more seconds, or more memory"
+    if limit is None:
+        return "no way was found to run these calls: some explicit layouts contradict each other"
+    least = None if solution.least_usage is None else math.ceil(solution.least_usage[0])
+    would = "what would do has not been found in the time" if least is None else f"the least that would do is {least} bytes ({show_bytes(least)}) a rank"
+    kept = sum(v.nbytes for v in formulation.calls.parameters)
+    return (
+        f"no plan fits into memory={limit} bytes ({show_bytes(limit)}) a rank on a mesh of {'x'.join(map(str, formulation.mesh.shape))}: {would}; "
+        f"parameters alone are {show_bytes(kept)} in all, with gradients and optimizer state "
+        f"{show_bytes(int(kept * (2 + formulation.options.states)))}. Give more memory or more ranks, a smaller batch, or an optimizer with less state"
+    )

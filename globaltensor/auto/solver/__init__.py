@@ -1,0 +1,8 @@
+"""The solver: one strategy for each node of a graph, at the least cost of nodes and edges, within a memory limit that holds at all times."""
+
+from .files import from_iopddl, load, save
+from .problem import Problem, ProblemError, Usage
+from .solution import Solution
+from .solve import solve
+
+__all__ = ["Problem", "ProblemError", "Solution", "Usage", "from_iopddl", "load", "save", "solve"]

@@ -1,0 +1,237 @@
+"""From a problem to a choice with its proof: reduce, eliminate, price memory, forbid what cannot be better, close what is left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from .ascent import Ascent
+from .blocks import Blocks
+from .branch import halves
+from .eliminate import Elimination
+from .fixing import Shifted
+from .flat import Flat
+from .least import least_usage
+from .memory import tighten
+from .problem import Array, Problem
+from .program import close, highspy
+from .reduce import Core, core_of, drop, reduce
+from .search import Search
+from .solution import Solution
+
+#: The time limit where none is given, in seconds.
+LONG = 3600.0
+#: Rounds of messages and prices between looks at what can be forbidden.
+CHUNK = 10
+#: Moves of blocks after each of them, for cores of so many nodes; the prices they are made at, relative to the bound's.
+MOVES, SMALL, SCALES = 3, 20, (1.0, 0.7, 1.0, 1.4)
+#: Entries of tables that an integer program may have.
+PROGRAM = 400_000
+#: Entries of tables that an elimination without the memory limit may work through, to see whether the limit binds.
+FREELY = 3e8
+#: Entries of tables that an elimination may keep at once.
+HELD = 2e8
+#: Nodes up to which elimination is tried where time is up.
+HASTY = 1000
+#: Seconds at the most for finding out which memory limit would do.
+PATIENCE = 30.0
+#: Entries of tables for which half a second of messages is worth trying.
+HURRY = 300_000
+#: Passes of messages before costs are moved along them, where there were none.
+WARM = 8
+#: Problems of at most so many nodes are first solved without their memory limit: it may not bind.
+MANY = 6000
+
+
+def solve(problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0) -> Solution:
+    """The best choice for a problem, with a lower bound on every choice's cost.
+
+    `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the best so far. The same problem gives the same answer
+    unless time cuts the search short. `gap`: end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn,
+    `threads` is how many HiGHS may take.
+    """
+    began = time.monotonic()
+    search = Search(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap)
+    if problem.usage_limit is None or problem.usage_limit <= 0 or len(problem.costs) > MANY or not unlimited(search):
+        core = tighten(core_of(problem), max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)))
+        search.log |= {"nodes": len(problem.costs), "left": len(core.live), "reduced_seconds": round(time.monotonic() - began, 3)}
+        search.reduced(core)
+        search.exhausted = settle(search, core)
+    if search.choice is None and search.exhausted and problem.usage_limit is not None:
+        search.least_usage = least_usage(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
+    return search.answer()
+
+
+def unlimited(search: Search) -> bool:
+    """Solve the problem without its memory limit where that takes one elimination; whether the answer keeps the limit all the same."""
+    core = reduce(core_of(replace(search.problem, usage_limit=None)), search.deadline)
+    if not core.feasible:
+        return search.exhaust()
+    elimination = narrow(search, core)
+    if not elimination.fits or elimination.total > HELD or elimination.work > FREELY:
+        return False
+    eliminated(search, core, elimination)
+    if search.choice is None:
+        return False
+    search.log |= {"nodes": len(search.problem.costs), "left": len(core.live), "limit": "does not bind"}
+    search.reduced(core)
+    return search.exhaust()
+
+
+def feasible(problem: Problem, seconds: float, threads: int) -> Solution:
+    """Any choice that fits, or the proof that there is none."""
+    search = Search(problem, time.monotonic(), time.monotonic() + seconds, 0, threads, first=problem.usage_limit is not None)
+    search.exhausted = settle(search, tighten(core_of(problem), search.deadline))
+    return search.answer()
+
+
+def settle(search: Search, core: Core, price: Array | None = None) -> bool:
+    """Search this core, within the time left; whether it is proven that it holds nothing better than the search's best choice now."""
+    while core.feasible:
+        if not core.live:
+            search.offer(core, (), np.zeros(0, dtype=np.int64))
+            return True
+        elimination = None if search.late and len(core.live) > HASTY else narrow(search, core)
+        if elimination is not None and not len(core.room) and elimination.fits and elimination.total <= HELD and elimination.work <= search.affordable:
+            eliminated(search, core, elimination)
+            return True
+        flat = Flat(core, float(search.cost))
+        if search.late and search.choice is None:
+            hurry(search, core, flat)
+        if search.late:
+            return False
+        ascent = Ascent(flat, price, float(search.cost), elimination)
+        outcome = climb(search, core, flat, ascent)
+        if outcome != "smaller":
+            return outcome == "done" or (outcome == "stuck" and finish(search, core, flat, ascent))
+        moments = core.moments
+        tighten(core, search.deadline)
+        price = carried(ascent.best_price, moments, core.moments)
+    return True
+
+
+def hurry(search: Search, core: Core, flat: Flat) -> None:
+    """Where reading and reducing took all the time: something feasible, in half a second more."""
+    deadline = time.monotonic() + 0.5
+    if len(flat.table) > HURRY:
+        search.offer_something(core, flat, deadline)
+        return
+    ascent = Ascent(flat)
+    ascent.run(deadline, 3 * CHUNK, polish_every=3)
+    if ascent.choice is not None:
+        search.offer(core, flat.nodes, ascent.choice)
+    search.proves(ascent.bound, len(flat.table))
+
+
+def narrow(search: Search, core: Core) -> Elimination:
+    """An order of elimination for what is left, and in the log how wide it is."""
+    nodes = sorted(core.live)
+    index = {i: n for n, i in enumerate(nodes)}
+    edges = [(index[i], index[j], core.near[i][j]) for i in nodes for j in sorted(core.near[i]) if i < j]
+    elimination = Elimination([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
+    if elimination.fits:
+        search.widths(elimination.width, elimination.largest)
+    search.log.setdefault("elimination_leaves", len(elimination.left))
+    return elimination
+
+
+def eliminated(search: Search, core: Core, elimination: Elimination) -> None:
+    """Solve a core without memory whose graph is narrow, by elimination alone."""
+    nodes = sorted(core.live)
+    value, choice = elimination.run([core.costs[i] for i in nodes])
+    if choice or not nodes:
+        search.offer(core, nodes, np.array([choice[n] for n in range(len(nodes))], dtype=np.int64))
+        search.proves(core.constant + value, len(search.problem.costs) + len(search.problem.tables))
+
+
+def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
+    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late"."""
+    entries = len(flat.table) + len(flat.cost)
+    history, blocks, longest = [-np.inf], Blocks(flat, ascent.local, search.seed), 0.0
+    while not search.late:
+        goal = min(search.goal, flat.most)
+        ascent.run(search.deadline, CHUNK, goal)
+        if ascent.choice is not None and ascent.value < search.cost:
+            search.offer(core, flat.nodes, ascent.choice)
+        if ascent.choice is not None and len(flat.nodes) >= SMALL and ascent.bound <= search.goal:
+            for turn in range(MOVES):
+                start = time.monotonic()
+                if start + 1.5 * longest < search.deadline and not search.late:
+                    price = ascent.best_price * SCALES[(len(history) + turn) % len(SCALES)]
+                    ascent.offer(blocks.improve(ascent.choice, price, search.deadline))
+                    longest = max(longest, time.monotonic() - start)
+            if ascent.value < search.cost:
+                search.offer(core, flat.nodes, ascent.choice)
+        search.proves(ascent.bound, len(flat.table))
+        search.log["rounds"] = int(str(search.log.get("rounds", 0))) + CHUNK
+        if ascent.bound > min(search.goal, flat.most):
+            return "done"
+        history.append(ascent.bound)
+        rising = ascent.bound - history[max(0, len(history) - 4)] > 0.02 * (search.cost - ascent.bound)
+        if search.cost < np.inf and (not rising or len(history) % 4 == 3):
+            shifted, other = shift(search, flat, ascent)
+            share = shifted.share(search.goal, other)
+            if share > 0.3 or (share > 0.05 and not rising):
+                shifted.apply(core, search.goal, other)
+                search.log["forbidden"] = [*search.log.get("forbidden", []), (entries, round(share, 3))]  # type: ignore[misc]
+                return "smaller"
+        if not rising and len(history) > 4 and entries < PROGRAM:
+            return "stuck"
+    return "late"
+
+
+def shift(search: Search, flat: Flat, ascent: Ascent) -> tuple[Shifted, Array]:
+    """The costs moved along the messages at the best prices, and the strategies' bounds from the other direction."""
+    whole = search.problem.integral
+    priced = flat.cost + flat.prices(ascent.best_price)
+    for _ in range(WARM if ascent.elimination is not None else 0):  # messages are not kept up where elimination takes their place
+        ascent.messages.sweep(priced, True)
+        ascent.messages.sweep(priced, False)
+    ascent.messages.sweep(priced, True)
+    ahead = Shifted(flat, ascent.messages, ascent.best_price, True, whole)
+    ascent.messages.sweep(priced, False)
+    return Shifted(flat, ascent.messages, ascent.best_price, False, whole), ahead.bound + ahead.extra
+
+
+def carried(price: Array, before: Array, after: Array) -> Array:
+    """Prices of moments for those that are left: what was dropped hands its price to the nearest one."""
+    if not len(after):
+        return np.zeros(0)
+    right = np.clip(np.searchsorted(after, before), 0, len(after) - 1)
+    left = np.maximum(right - 1, 0)
+    nearest = np.where(np.abs(after[left] - before) < np.abs(after[right] - before), left, right)
+    return np.bincount(nearest, price, len(after))
+
+
+def finish(search: Search, core: Core, flat: Flat, ascent: Ascent) -> bool:
+    """Close what the messages leave open: by an integer program, or by branching where HiGHS is not installed."""
+    if highspy() is None:
+        search.log["highspy"] = "not installed: branching instead"
+        return divide(search, core, ascent)
+    gap = max(float(search.cost) - ascent.bound, 1e-9 * abs(ascent.bound)) if search.cost < np.inf else abs(ascent.bound) + 1.0
+    outcome = close(flat, ascent.best_price, gap, search.deadline, search.threads, search.seed)
+    search.log["program"] = [*search.log.get("program", []), (len(flat.nodes), len(flat.table), outcome.done)]  # type: ignore[misc]
+    if outcome.choice is not None:
+        search.offer(core, flat.nodes, outcome.choice)
+    search.proves(outcome.bound, len(flat.table))
+    if outcome.done and outcome.choice is not None and flat.value(outcome.choice) < search.goal:
+        return divide(search, core, ascent)  # it was not taken: it exceeds the limit by less than HiGHS sees
+    return outcome.done
+
+
+def divide(search: Search, core: Core, ascent: Ascent) -> bool:
+    """Branch: the strategies of a node in two parts, the better one first; whether both are proven to hold nothing better."""
+    node, parts = halves(core, ascent)
+    proven = True
+    for kept in parts:
+        if search.late:
+            return False
+        part = core.copy()
+        drop(part, node, kept)
+        tighten(part, search.deadline)
+        moments = core.moments
+        proven &= settle(search, part, carried(ascent.best_price, moments, part.moments))
+    return proven

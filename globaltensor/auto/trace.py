@@ -1,0 +1,98 @@
+"""What a model or a graph computes, as `Calls`: run once on tensors without memory, on one imagined rank, so that nothing of a layout shows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.func import functional_call
+
+from ..distributed.world import world
+from ..graph.capture import Captured, capture
+from ..graph.nest import replaced, tensors_in
+from ..graph.watch import watched
+from ..moe import dispatch_tokens, experts_in
+from ..placement import Placement
+from ..sbp import broadcast
+from ..spec import Spec
+from ..wrapper import GlobalTensor
+from .calls import Calls, read
+
+__all__ = ["calls_of_model", "captured_calls", "saving"]
+
+
+@contextlib.contextmanager
+def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], recorder: Any) -> Iterator[None]:
+    """While build() runs, note what autograd keeps for backward: the number of the user's call -> its tensors."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(recorder.call, []).append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), hooks(recorder):
+        yield
+
+
+def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Calls:
+    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their shapes: no memory is taken, nothing is computed.
+
+    Raises GraphError where the model's code depends on values.
+    """
+    one = Placement("cpu", [world().rank])
+    states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    lent = {path: _whole(t, one) for path, t in states.items()}
+    given = args, dict(kwargs or {})
+    inputs = replaced(given, iter([_whole(t, one) for t in tensors_in(given, [])]))
+    kept: dict[int, list[torch.Tensor]] = {}
+
+    def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:
+        return functional_call(model, given, inputs[0], inputs[1])
+
+    def hooks(recorder: Any) -> Any:
+        return saving(lambda r: watched({"model": model}, {}, r), kept, recorder)
+
+    with torch.set_grad_enabled(True), _dispatched(model):
+        captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
+    names = [f"input_{i}" for i in range(captured.inputs)]
+    found = _read(captured, kept, dict(zip(names, lent, strict=False)))
+    for call in found.calls:
+        call.module = call.module.removeprefix("model").removeprefix(".")
+    return found
+
+
+@contextlib.contextmanager
+def _dispatched(model: torch.nn.Module) -> Iterator[None]:
+    """Modules of experts run by `experts`, whose layouts do not depend on which tokens go where; afterwards they are as they were."""
+    strange = [m for m in experts_in(model).values() if "forward" not in m.__dict__]
+    for module in strange:
+        dispatch_tokens(module)
+    try:
+        yield
+    finally:
+        for module in strange:
+            del module.__dict__["forward"]
+
+
+def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[fx.Graph, Calls]:
+    """The captured graph of a graph's build() for these inputs, and its calls."""
+    kept: dict[int, list[torch.Tensor]] = {}
+    with torch.set_grad_enabled(graph.training):
+        captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, recorder))
+    found = _read(captured, kept, {})
+    found.training = graph.training
+    return captured.logical, found
+
+
+def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
+    """A tensor of the same shape that is whole on one rank; it takes no memory."""
+    strides = torch.empty(t.shape, device="meta").stride() if isinstance(t, GlobalTensor) or t.layout is not torch.strided else t.stride()
+    local = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+    return GlobalTensor.wrap(local, Spec.make(t.shape, t.dtype, one, broadcast))
+
+
+def _read(captured: Captured, kept: dict[int, list[torch.Tensor]], paths: dict[str, str]) -> Calls:
+    return read(captured.logical, captured.logical_constants, kept, paths)

@@ -1,0 +1,194 @@
+"""What the search believes a call to do is what it does: operands that lie as a candidate says give results that lie as it says, and nothing else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.auto import candidates
+from globaltensor.auto.calls import Calls, Ref
+from globaltensor.auto.candidates import Menu
+from globaltensor.auto.prices import Prices
+from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.work import work_of
+from globaltensor.boxing import boxing_log, plan
+from globaltensor.cluster import Cluster
+from globaltensor.distributed.simulate import simulate
+from globaltensor.placement import Placement
+from globaltensor.plans import replaced, tensors_in
+from globaltensor.sbp import broadcast, partial_sum, split
+from globaltensor.spec import Spec
+
+
+class Attention(nn.Module):
+    """Embedding, norm, attention, gelu, and a loss over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.norm, self.head = nn.Embedding(12, 16), nn.LayerNorm(16), nn.Linear(16, 12)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.token(ids) * 2.0
+        q, k, v = (f(self.norm(h)).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out = h + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(F.gelu(out)).flatten(0, 1), y.flatten())
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(F.relu(self.two(F.relu(self.one(x)))), 2)
+        return F.log_softmax(self.out(y.flatten(1)), dim=-1).mean() + y.pow(2).sum()
+
+
+MODELS = {
+    "attention": (Attention, lambda: (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8)))),
+    "pictures": (Pictures, lambda: (torch.randn(4, 4, 8, 8, dtype=torch.float64),)),
+}
+
+
+def plainly(calls: Calls, model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Each value, by running the calls on one device."""
+    states = dict([*model.named_parameters(), *model.named_buffers()])
+    given = iter(inputs)
+    found = {v.number: states[v.path].detach() if v.path else next(given) for v in calls.states()}
+    for call in calls.calls:
+        args, kwargs = (with_values(a, found) for a in (call.args, call.kwargs))
+        found.update(zip(call.outs, tensors_in(call.func(*args, **kwargs), []), strict=True))
+    return found
+
+
+def with_values(given: Any, values: dict[int, Any]) -> Any:
+    return replaced(given, iter([values[t.number] for t in tensors_in(given, []) if isinstance(t, Ref)]))
+
+
+@pytest.mark.parametrize("grid", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    made, inputs = MODELS[name][0]().double(), MODELS[name][1]()
+    calls = calls_of_model(made, inputs)
+    values = plainly(calls, made, inputs)
+    mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
+    menu = Menu(Prices(Cluster(), mesh), True)
+    unique = {call.key: call for call in calls.calls if not call.wild}
+    tried = simulate(int(np.prod(grid)), lambda: [run(call, menu, calls, values, mesh) for call in unique.values()])
+    assert sum(tried[0]) > 2 * len(unique)
+
+
+def run(call: Any, menu: Menu, calls: Calls, values: dict[int, torch.Tensor], mesh: Placement) -> int:
+    found = menu.of(call, calls.values)
+    for k in range(len(found)):
+        operands = [values[v] for v in call.operands]
+        what = f"{call.name} of {[[e.short for e in column[k]] for column in found.ins]}"
+        given = {}
+        for v, t, column in zip(call.operands, operands, found.ins, strict=True):
+            spread = [broadcast] * mesh.axes
+            given[v] = t if calls.values[v].plain else t.to_global(mesh, spread, check_meta=False).to_global(mesh, list(column[k]))  # type: ignore[attr-defined]
+        with boxing_log() as log:
+            out = call.func(*with_values(call.args, given), **with_values(call.kwargs, given))
+        results = tensors_in(out, [])
+        for v, t, column in zip(call.outs, results, found.outs, strict=True):
+            if not isinstance(t, flow.GlobalTensor):
+                assert calls.values[v].plain, what
+                continue
+            assert t._spec.layout == column[k], f"{what} gives {t._spec!r}, the candidate says {[e.short for e in column[k]]}"
+            torch.testing.assert_close(whole(t), values[v], msg=lambda m, what=what: f"{what}: {m}", rtol=1e-10, atol=1e-10)
+        moved = [record for record in log if record.bytes]
+        assert not moved or found.moving[k] > 0, f"{what} moves {list(map(str, moved))}, which the candidate does not price"
+    return len(found)
+
+
+def whole(t: Any) -> torch.Tensor:
+    return t.to_global(sbp=[broadcast] * t.placement.axes).to_local()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("grid", [(2,), (2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 16), (5, 9)], ids=str)
+def test_all_prices_at_once_are_those_of_the_planner(grid: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Between layouts of one mesh, save where the planner knows a shorter way along no axis (each rank taking its pieces at once), and where, on several axes,
+    a way leads over layouts that the planner leaves out."""
+    mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
+    prices, entries = Prices(Cluster(), mesh), [broadcast, partial_sum, split(0), split(1)]
+    layouts = [tuple(entries[i] for i in at) for at in np.ndindex(*[4] * len(grid))]
+    specs = [Spec.make(shape, torch.float32, mesh, layout) for layout in layouts]
+    numbers, seconds = prices.table(shape, torch.float32, layouts)
+    for a, src in zip(layouts, specs, strict=True):
+        for b, dst in zip(layouts, specs, strict=True):
+            route = plan(src.replace(layout=a), dst.replace(layout=b))
+            found = seconds[numbers[a], numbers[b]]
+            if all(m.axes for m in route.moves):
+                told = f"{found} for {src!r} -> {dst!r}: {route}, {route.seconds}"
+                assert found <= route.seconds * (1 + 1e-9), told
+                assert len(grid) > 1 or found == pytest.approx(route.seconds), told
+
+
+def test_candidates_are_left_out_on_one_mesh_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call has too many on one mesh, another mesh that has room for them gets them all."""
+    monkeypatch.setattr(candidates, "_known", {})
+    calls = calls_of_model(nn.Linear(6, 10), (torch.randn(4, 6),))
+    with monkeypatch.context() as short:
+        short.setattr(candidates, "_MOST", 4)
+        assert len(menu_of((2, 2)).of(calls.calls[0], calls.values)) <= 4
+    after = len(menu_of((2,)).of(calls.calls[0], calls.values))
+    candidates._known.clear()
+    assert after == len(menu_of((2,)).of(calls.calls[0], calls.values))
+
+
+def menu_of(grid: tuple[int, ...]) -> Menu:
+    return Menu(Prices(Cluster(), Placement("cpu", np.arange(np.prod(grid)).reshape(grid))), True)
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ x.exp()) * (y @ y) + x * x
+
+
+def test_an_operand_that_stands_twice_comes_in_one_layout() -> None:
+    calls, menu = calls_of_model(Squares(), (torch.randn(8, 8), torch.randn(8, 8))), menu_of((2,))
+    twice = [c for c in calls.calls if len(c.operands) == 2 and c.operands[0] == c.operands[1]]
+    assert [c.func.__name__ for c in twice] == ["matmul", "mul"]
+    for call in twice:
+        found = menu.of(call, calls.values)
+        assert found.ins[0] == found.ins[1]
+    different = next(c for c in calls.calls if c.func.__name__ == "matmul" and c not in twice)
+    assert menu.of(different, calls.values).ins[0] != menu.of(different, calls.values).ins[1], "not taken for the same call as y @ y"
+
+
+def test_products_are_counted_wherever_their_operands_stand() -> None:
+    m, k, n, b = 4, 8, 16, 3
+    a, c, many, more = (torch.empty(*s, requires_grad=True) for s in ((m, k), (k, n), (b, m, k), (b, k, n)))
+    bias = torch.empty(m, n, requires_grad=True)
+    cases: list[tuple[Any, tuple[torch.Tensor, ...], float]] = [
+        (torch.addmm, (bias, a, c), m * k * n),
+        (torch.baddbmm, (bias, many, more), b * m * k * n),
+        (torch.addbmm, (bias, many, more), b * m * k * n),
+        (torch.addmv, (bias[:, 0], a, c[:, 0]), m * k),
+        (lambda x, y, z: torch.einsum("mk,kn,nj->mj", x, y, z), (a, c, torch.empty(n, 5)), m * k * n + m * n * 5),
+        (lambda x, y: torch.einsum("mk,kn->mn", x, y), (a, c), m * k * n),
+    ]
+    for function, given, pairs in cases:
+        calls = calls_of_model(Called(function), given)
+        work = work_of(calls.calls[-1], calls.values)
+        assert work.flops == 2 * pairs, function
+        assert work.backward == sum(t.requires_grad for t in given if t.dim() > 1 and t is not bias), function
+
+
+class Called(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return self.function(*given)  # type: ignore[no-any-return]

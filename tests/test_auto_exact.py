@@ -1,0 +1,71 @@
+"""The solver where numbers are hard: limits that floats just reach, proofs within another solver's tolerance; and equal layers, which are worked out once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from globaltensor.auto.solver import Problem, solve
+from globaltensor.auto.solver.ascent import Ascent
+from globaltensor.auto.solver.flat import Flat
+from globaltensor.auto.solver.reduce import core_of, reduce
+from globaltensor.auto.solver.search import Search
+
+MODULE = sys.modules[solve.__module__]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_limit_of_broken_numbers_is_kept_where_it_is_just_reached(seed: int) -> None:
+    """Usages that floats do not add up exactly: the least peak itself is a limit that can be kept."""
+    draw = random.Random(seed)
+    problem = Problem("broken")
+    sizes = [draw.randint(1, 3) for _ in range(draw.randint(2, 5))]
+    for size in sizes:
+        uses = [((draw.randint(0, 2), draw.randint(3, 5)), [draw.random() for _ in range(size)]) for _ in range(2)]
+        problem.node([draw.randint(0, 9) for _ in range(size)], uses)
+    every = list(itertools.product(*map(range, sizes)))
+    problem.usage_limit = min(problem.peak(choice) for choice in every)
+    found = solve(problem)
+    assert found.optimal
+    assert found.cost == min(problem.evaluate(choice) for choice in every if problem.fits(choice))
+
+
+def test_what_highs_takes_for_feasible_is_no_proof() -> None:
+    """Two bytes too many of 80 GiB are within HiGHS's tolerance, and not within the limit."""
+    limit = 80 << 30
+    problem = Problem("close", usage_limit=limit)
+    problem.node([0, 10], [((0, 1), [limit // 2 + 1, 0])])
+    problem.node([0, 7], [((0, 1), [limit // 2, 0])])
+    core = core_of(problem)
+    search = Search(problem, time.monotonic(), time.monotonic() + 60)
+    flat = Flat(core)
+    ascent = Ascent(flat)
+    ascent.run(search.deadline, 1)
+    assert MODULE.finish(search, core, flat, ascent)
+    assert search.cost == 7
+
+
+def test_equal_layers_are_reduced_once() -> None:
+    """What a reduction works out for forty layers is what it works out for twenty, but for the chain of them."""
+
+    def asked(layers: int) -> int:
+        draw, problem = np.random.default_rng(0), Problem("layers")
+        costs, tables = draw.integers(0, 99, (5, 6)), draw.integers(0, 99, (4, 6, 6))
+        last = problem.node(costs[0])
+        for _ in range(layers):
+            inner = [problem.node(c) for c in costs[1:4]]
+            following = problem.node(costs[4])
+            for i, j, k in ((last, inner[0], 0), (last, inner[1], 1), (inner[0], inner[2], 2), (inner[1], inner[2], 3), (inner[2], following, 0)):
+                problem.edge(i, j, tables[k])
+            last = following
+        core = reduce(core_of(problem))
+        assert not core.live
+        return core.shared.made
+
+    few, many = asked(20), asked(40)
+    assert many - few <= 8 * 20, "a chain of layers adds a few steps for each; anew they would take thirty"

@@ -1,0 +1,156 @@
+"""Measured calls in the search: keys, what is measured, what the search makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import run_on
+from test_auto_candidates import Attention, Pictures
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.auto.calibration import _affordable, _batches, ops_of
+from globaltensor.auto.calls import Calls
+from globaltensor.auto.candidates import Candidates, Menu
+from globaltensor.auto.formulate import bucket_of
+from globaltensor.auto.measured import op_key, parts
+from globaltensor.auto.prices import Prices
+from globaltensor.auto.trace import calls_of_model
+from globaltensor.cluster import Cluster
+from globaltensor.placement import Placement
+from globaltensor.sbp import broadcast as B
+from globaltensor.sbp import split as S
+
+MESH = Placement("cpu", [0, 1])
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(F.gelu(self.up(x))), x)
+
+
+def candidates_of(calls: Calls, cluster: Cluster, mesh: Placement = MESH) -> dict[int, Candidates]:
+    menu = Menu(Prices(cluster, mesh), calls.training)
+    return {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
+
+
+def first(calls: Calls, name: str) -> Any:
+    return next(c for c in calls.calls if c.func.__name__ == name)
+
+
+def test_a_key_says_function_parts_and_arguments() -> None:
+    calls = calls_of_model(Linears(), (torch.randn(4, 8),))
+    linear = first(calls, "linear")
+    operands = [calls.values[v] for v in linear.operands]
+    shapes = parts(operands, [(S(0),), (B,), (B,)], Prices(Cluster(), MESH))
+    assert op_key(linear, operands, shapes) == "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
+    uneven = parts(operands, [(B,), (S(0),), (S(0),)], Prices(Cluster(), Placement("cpu", [0, 1, 2])))
+    assert uneven == [(4, 8), (6, 8), (6,)]
+    gelus = [c for c in calls_of_model(Gelus(), (torch.randn(4, 8),)).calls if c.func is F.gelu]
+    keys = {op_key(c, [calls.values[c.operands[0]]], [(4, 8)]) for c in gelus}
+    assert len(gelus) == 2
+    assert len(keys) == 2  # of another approximation
+
+
+class Gelus(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x) + F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize(("model", "inputs"), [
+    (Linears, lambda: (torch.randn(4, 8),)), (Attention, lambda: (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8)))),
+    (Pictures, lambda: (torch.randn(4, 4, 8, 8),)),
+])  # fmt: skip
+def test_what_is_to_be_measured_runs(model: Any, inputs: Any) -> None:
+    calls = calls_of_model(model(), inputs())
+    found = ops_of(calls, MESH, candidates_of(calls, Cluster()), Cluster())
+    assert len({op.key for op in found}) == len(found)
+    for op in found:
+        function, args, held = op.make()
+        assert {id(t) for t in held} <= {id(t) for t in args[0]}
+        assert bool(held) == any(name in op.key for name in ("linear", "conv2d", "embedding", "layer_norm")), "parameters are told from what is computed"
+        out = function(*args)
+        leaves = [t for t in args[0] if t.requires_grad]
+        assert op.grad == bool(leaves)
+        if op.grad:
+            assert any(g is not None for g in torch.autograd.grad(out.sum(), leaves, allow_unused=True)), op.key
+    # Of each call that computes, each shape of its parts: these models have none that cannot be made on parts when split by rows or columns.
+    assert any(op.key.startswith(("linear(float32[2,", "linear(float32[4, 8, ", "conv2d(float32[2,")) for op in found)
+    assert sum(op.uses for op in found) >= len({c.func for c in calls.calls if c.operands}) / 2
+
+
+def test_the_search_counts_what_was_measured() -> None:
+    calls = calls_of_model(Linears(), (torch.randn(4, 8),))
+    linear = first(calls, "linear")
+    key = "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
+    cluster = Cluster().with_ops({key: (7.0, 11.0)})
+    before, after = candidates_of(calls, Cluster())[linear.number], candidates_of(calls, cluster)[linear.number]
+    by_rows = [k for k in range(len(after)) if after.ins[0][k] == (S(0),) and after.ins[1][k] == (B,)]
+    assert by_rows
+    for k in range(len(after)):
+        if k in by_rows:
+            assert (after.forward[k], after.backward[k]) == (7.0, 11.0)
+        else:
+            assert (after.forward[k], after.backward[k]) == (before.forward[k], before.backward[k])
+    calls.training = False
+    alone = candidates_of(calls, cluster)[linear.number]
+    assert [(alone.forward[k], alone.backward[k]) for k in by_rows] == [(7.0, 0.0)] * len(by_rows)
+
+
+def test_a_measurement_changes_the_plan() -> None:
+    """Splitting the batch is the plan, until calls on half of it are found to be slow."""
+    model, x = Linears(), torch.randn(64, 8)
+    cluster = Cluster(kernel=0.0, launch=0.0, latency=0.0, memory_bandwidth=1e5, bandwidth=1e12, size=2)
+    before = flow.auto.plan(model, x, cluster, mesh=(2,))
+    calls = calls_of_model(model, (x,))
+    slow = {op.key: (1.0, 1.0) for op in ops_of(calls, MESH, candidates_of(calls, cluster), cluster) if "[32, " in op.key}
+    after = flow.auto.plan(model, x, cluster.with_ops(slow), mesh=(2,))
+    assert any(("S(0)",) in call.wanted for call in before.calls)
+    assert after.cost < 1.0
+    assert not any(call.wanted[0] == ("S(0)",) for call in after.calls if call.function == "linear")
+
+
+def test_what_matters_most_is_measured_within_the_time() -> None:
+    calls = calls_of_model(Attention(), (torch.randint(0, 12, (4, 8)), torch.randint(0, 12, (4, 8))))
+    found = ops_of(calls, MESH, candidates_of(calls, Cluster()), Cluster())
+    few = _affordable(found, 0.5)
+    assert 0 < len(few) < len(found)
+    assert min(op.seconds * op.uses for op in few) >= max(op.seconds * op.uses for op in found if op not in few)
+    large = [op._replace(nbytes=1 << 27) for op in found]
+    assert [len(batch) for batch in _batches(large)] == [2] * (len(found) // 2) + [1] * (len(found) % 2)
+
+
+def calibrated() -> tuple[dict[str, tuple[float, float]], float, float]:
+    model, x = Linears(), torch.randn(4, 8)
+    cluster = flow.auto.calibrate(model, x, Cluster(size=2), (2,), seconds=2.0)
+    plan = flow.auto.plan(model, x, cluster, mesh=(2,))
+    return dict(cluster.ops), plan.cost, plan.bound
+
+
+def test_all_ranks_get_the_same_cluster() -> None:
+    (mine, cost, bound), other = run_on(2, calibrated)
+    assert (mine, cost, bound) == other
+    assert any(key.startswith("linear(float32[2, 8]") and forward > 0 and backward > 0 for key, (forward, backward) in mine.items())
+    assert bound <= cost * (1 + 1e-9)
+
+
+def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:
+    """Whatever took a parameter: the reducer sums what arrives for a leaf that several ranks hold, in buckets."""
+    cluster = Cluster(launch=1e-3, latency=0.0)
+    shape, alone, together = (8, 16), Prices(cluster, MESH), Prices(cluster, MESH, bucket=10 * 8 * 16 * 4)
+    one, all_ = cluster.seconds("all_reduce", 512, 2), cluster.seconds("all_reduce", 5120, 2)
+    found = alone.gradients(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)])
+    pad, scatter = cluster.seconds("pad", 768, 1), cluster.seconds("reduce_scatter", 512, 2)
+    assert found == pytest.approx(np.array([[one, scatter], [one + pad, 0.0]]), rel=0.01)
+    found = together.gradients(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)])
+    assert found == pytest.approx(np.array([[all_ / 10, scatter], [all_ / 10 + pad, 0.0]]), rel=0.01)
+    calls = calls_of_model(Linears(), (torch.randn(4, 8),))
+    assert bucket_of(calls) == sum(p.numel() * 4 for p in Linears().parameters())

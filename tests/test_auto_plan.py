@@ -1,0 +1,185 @@
+"""What ``flow.auto.plan`` takes and refuses: batches wherever they stand, arguments that are none, limits of time."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.auto import api, formulate
+from globaltensor.auto import search as search_module
+from globaltensor.auto.formulate import Known, Options, _Builder
+from globaltensor.auto.planned import Plan, PlanError
+from globaltensor.auto.search import priced, search
+from globaltensor.auto.solver import Solution, solve
+from globaltensor.auto.trace import calls_of_model
+from globaltensor.cluster import Cluster
+from globaltensor.graph.errors import GraphError
+from globaltensor.graph.plan import Plan as GraphPlan
+from globaltensor.placement import Placement
+from globaltensor.sbp import split as S
+
+X = torch.empty(4, 8)
+MESH = Placement("cpu", [0, 1])
+
+
+class Scaled(nn.Module):
+    """Takes its batch nested or by name, beside a table that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, pair: Any, *, more: torch.Tensor | None = None, table: torch.Tensor | None = None) -> torch.Tensor:
+        x = pair["x"] if isinstance(pair, dict) else pair
+        x = x if more is None else x * more
+        return self.inner(x if table is None else x @ table)  # type: ignore[no-any-return]
+
+
+def shapes(plan: Plan) -> list[tuple[int, ...]]:
+    return [g.shape for g in plan.given if g.kind == "input"]
+
+
+def test_a_batch_is_set_wherever_it_stands() -> None:
+    table = torch.empty(8, 8)
+    for inputs, kwargs in ((({"x": X},), {"table": table}), ((X,), {"more": X, "table": table}), ((), {"pair": X, "table": table})):
+        plan = flow.auto.plan(Scaled(), inputs, "dgx-h100", batch=32, mesh=(2,), kwargs=kwargs)
+        assert set(shapes(plan)) == {(32, 8), (8, 8)}, "the table is as it was"
+    with pytest.raises(PlanError, match="none of the inputs is a tensor with rows"):
+        flow.auto.plan(Scaled(), (torch.empty(()),), "dgx-h100", batch=32, mesh=(2,))
+
+
+def test_inputs_that_want_a_gradient_want_it_with_another_batch() -> None:
+    model = nn.Linear(8, 16).requires_grad_(False)
+    for wants in (False, True):
+        plan = flow.auto.plan(model, (torch.empty(4, 8, requires_grad=wants),), "dgx-h100", batch=32, mesh=(2,))
+        assert bool(plan.calls[0].backward) == wants
+
+
+def test_a_graph_takes_another_batch() -> None:
+    one = flow.placement("cpu", [0])
+
+    class Step(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(8, 16).to_global(one, flow.sbp.broadcast)
+
+        def build(self, x: Any) -> Any:
+            return self.model(x)
+
+    plan = flow.auto.plan(Step(), (torch.randn(4, 8).to_global(one, flow.sbp.broadcast),), "dgx-h100", batch=32, mesh=(2,))  # type: ignore[attr-defined]
+    assert shapes(plan) == [(32, 8)]
+
+
+def test_micro_batches_follow_inputs_by_name() -> None:
+    """They were left as they are, beside others that were cut."""
+    plan = flow.auto.plan(Scaled(), (X,), Cluster(size=4), kwargs={"more": X})
+    assert plan.choices["batch"] == 4
+    assert "left_out" not in plan.search
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mesh": 4}, "mesh is a placement or a shape"),
+        ({"mesh": (-1, -2)}, "mesh is a placement or a shape"),
+        ({"mesh": ()}, "mesh is a placement or a shape"),
+        ({"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)}, "a mesh of 8 has 8 devices, the cluster 2"),
+        ({"states": -1}, "states is a number of at least 0, got -1"),
+        ({"states": math.nan}, "states is a number of at least 0"),
+        ({"seconds": -1}, "seconds is a number of at least 0"),
+        ({"batch": True}, "batch is a number of rows"),
+        ({"batch": 0}, "batch is a number of rows"),
+        ({"cluster": 3}, "cluster is a Cluster, the name of a preset or a file, got 3"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        flow.auto.plan(nn.Linear(8, 16), (X,), **{"cluster": Cluster(size=4), **given})
+
+
+def test_a_preset_that_names_no_size_is_this_world() -> None:
+    assert flow.auto.plan(nn.Linear(8, 16), (X,), "generic").mesh == (1,)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+@pytest.mark.parametrize("mesh", [(2,), None], ids=str)
+def test_all_that_is_solved_keeps_within_the_seconds(objective: str, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def noted(problem: Any, seconds: float | None = None, **more: Any) -> Solution:
+        asked.append(math.inf if seconds is None else seconds)
+        time.sleep(0.01)
+        return solve(problem, seconds=seconds, **more)
+
+    monkeypatch.setattr(search_module, "solve", noted)
+    monkeypatch.setattr(formulate, "solve", noted)
+    flow.auto.plan(nn.Linear(8, 16), (X,), Cluster(size=4), objective=objective, mesh=mesh, seconds=30)
+    assert len(asked) > 2
+    assert all(later <= earlier for earlier, later in zip([30.0, *asked[: 1 + (objective == "memory")]], asked, strict=False))
+    assert max(asked) < 30
+
+
+def test_the_least_memory_is_not_sought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(formulate, "solve", lambda problem, seconds=None: asked.append(seconds) or out_of_time())
+    found = search(calls_of_model(nn.Linear(8, 16), (X,)), Cluster(), MESH, Options())
+    assert found.formulation.least_memory() is None
+    assert asked == [120.0]
+
+
+def out_of_time(infeasible: bool = False) -> Solution:
+    return Solution(None, math.inf, -math.inf, False, infeasible, seconds=3.0)
+
+
+@pytest.mark.parametrize(("infeasible", "memory"), [(False, None), (False, 64), (True, None), (True, 64)])
+def test_out_of_time_is_not_told_as_impossible(infeasible: bool, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of_model(nn.Linear(8, 16), (X,))
+    known = search(calls, Cluster(), MESH, Options()).formulation
+    monkeypatch.setattr(search_module, "solve", lambda *args, **kwargs: out_of_time(infeasible))
+    with pytest.raises(PlanError) as error:
+        search(calls, Cluster(), MESH, Options(memory=memory))
+    told = str(error.value)
+    assert ("was found in the 3 s" in told) != infeasible
+    assert ("contradict" in told) == (infeasible and memory is None)
+    assert ("memory=64 bytes" in told) == (memory == 64)
+    assert "0 bytes" not in told
+    assert ("time" in priced(known, {}).why) != infeasible
+
+
+def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any, **kwargs: Any) -> Any:
+        raise PlanError("no plan fits")
+
+    monkeypatch.setattr(api, "search", none)
+    plan = flow.auto.plan(nn.Linear(8, 16), (X,), Cluster(size=4))
+    assert plan.choices["micro_batches"] == 1
+    assert len(plan.choices["stages"]) == 1
+    assert "data parallel" in plan.alternatives
+
+
+# ---------------------------------------------------------------------------------------------------------------- prices and files
+
+
+def test_waiting_counts_for_what_goes_on_from_a_second_layout() -> None:
+    calls = calls_of_model(nn.Linear(8, 16), (torch.empty(4, 8, requires_grad=True),))
+    value = next(v for v in calls.values if v.state == "input")
+    plain, waiting = (_Builder(calls, MESH, Options(wait=wait), Known(Cluster(), MESH, True))._onwards(value, [(S(0),)], [(S(0),), (S(1),)]) for wait in (0, 1))
+    np.testing.assert_allclose(waiting - plain, [[0.0, 2.0]])
+    assert plain[0, 1] > 0
+
+
+def test_a_missing_plan_of_a_graph_is_told(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"none\.json is no plan: FileNotFoundError"):
+        GraphPlan.load(tmp_path / "none.json")

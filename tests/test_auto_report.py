@@ -1,0 +1,324 @@
+"""What plans say of themselves: report, explanations, files. The prices of other ways are checked against trying them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.plans import layered, pipelined
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.auto.formulate import Options
+from globaltensor.auto.planned import Plan, PlanError
+from globaltensor.auto.search import Found, search
+from globaltensor.auto.trace import calls_of_model
+from globaltensor.cluster import Cluster
+
+REPORT = """\
+plan for 8 devices of dgx-h100, a mesh of 2 x 4, training, 13 calls
+  cost       21.8 ms a step, gap 10 %: no plan costs less than the bound, whether one costs less than this is open
+             computing 20.1 ms, moving 1.8 ms, updating 100 us, less 150 us that hides behind computing
+  bound      19.7 ms a step
+  step time  21.8 ms foretold, with what goes on at the same time
+  memory     35.8 KiB a rank at its peak, 50 % of the limit of 71.6 KiB
+             parameters 6.2 KiB, gradients 6.2 KiB, optimizer 12.4 KiB, inputs and buffers 256 B, activations 10.8 KiB
+
+alternatives: each at its best under the same prices, against this plan
+  this plan               21.8 ms          35.8 KiB
+  fully sharded (ZeRO-3)  19.7 ms  -10 %  143.2 KiB  does not fit: needs more than there is
+  data parallel           27.3 ms  +25 %  107.4 KiB
+  pipeline                  never                    input_0 [8, 16] has fewer rows than there are ranks
+
+parameters and how they lie (9, 6.2 KiB a rank)
+  blocks.*.norm.weight  3 x  [16]      float32  B B     64 B a rank each
+  blocks.*.up.weight    3 x  [64, 16]  float32  B S(0)  1.0 KiB a rank each
+  blocks.*.down.weight  3 x  [16, 64]  float32  B S(1)  1.0 KiB a rank each
+inputs and buffers
+  input_0    [8, 16]  float32  S(0) B  256 B a rank
+
+dearest changes of layout (6, 1.8 ms in all)
+       what                  layout            forward     gradient      bytes  seconds in all  taken by
+  3 x  blocks.*.down linear  S(0) P -> S(0) B  all_reduce                512 B          1.5 ms  blocks.* add
+  3 x  blocks.*.up.weight    B S(0)                        all_reduce  4.0 KiB          300 us  blocks.*.up linear
+
+dearest calls
+       what                      seconds in all  share  takes              gives
+  3 x  blocks.*.up linear                  9 ms    1/8  S(0) B, B S(0)     S(0) S(1)
+  3 x  blocks.*.down linear                9 ms    1/8  S(0) S(1), B S(1)  S(0) P
+  3 x  blocks.*.norm layer_norm          900 us    1/8  S(0) B, B B        S(0) B
+  3 x  blocks.* add                      900 us    1/8  S(0) B, S(0) B     S(0) B
+       mse_loss                          300 us    1/8  S(0) B             P B
+
+chosen besides
+  micro batches  4
+  schedule       1f1b
+
+search: solving 250 ms, 99 nodes, width 2"""
+
+EXPLAINED = """\
+blocks.1.up: 1 call and 1 tensor given; computing 3 ms, moving 100 us a step
+
+blocks.1.up.weight  parameter float32[64, 16]  B S(0), 1.0 KiB a rank
+    moves   all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
+    why B S(0)
+      B B instead  +1 ms, 3.0 KiB a rank more
+
+linear_2 = linear(layer_norm_1 S(0) B, blocks.1.up.weight B S(0)) -> [8, 64] S(0) S(1)  in blocks.1.up  at model.py:7
+    computes 1/8 of it on each rank: forward 1 ms, backward 2 ms
+    before  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
+    why S(0) S(1)
+      S(0) B instead  +2 ms, 1.0 KiB a rank more: all_gather of linear_2 (4.0 KiB, S(0) S(1) -> S(0) B)
+      B B    instead  as dear"""
+
+
+class MLP(nn.Module):
+    """Two linears, and a way around them."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def found(mesh: tuple[int, ...], memory: int | None = None) -> Found:
+    """The plan of a small model, its problem and its choice."""
+    calls = calls_of_model(MLP(), (torch.empty(16, 256),))
+    placement = flow.placement("cpu", np.arange(math.prod(mesh)).reshape(mesh).tolist())
+    return search(calls, Cluster.preset("dgx-h100"), placement, Options(memory=memory))
+
+
+@pytest.fixture(scope="module", params=[(4,), (2, 2)], ids=["1-D", "2-D"])
+def searched(request: pytest.FixtureRequest) -> Found:
+    return found(request.param)
+
+
+def test_the_report_reads_so() -> None:
+    assert layered(3).report() == REPORT
+
+
+def test_an_explanation_reads_so() -> None:
+    assert layered(3).explain("blocks.1.up") == EXPLAINED
+
+
+BESIDES = """\
+chosen besides
+  stages         2
+  micro batches  8
+  schedule       1f1b
+  recompute      blocks.0
+  zero           blocks.{0-3}.up.weight (stage 3, shares S(0), B)
+  batch          64
+stages
+  stage  lane  ranks  mesh  holds         runs again  memory a rank
+  0      0     0-3    2x2   blocks.{0-1}  blocks.0    19.5 KiB
+  1      1     4-7    2x2   blocks.{2-3}  nothing     18.6 KiB"""
+
+
+def test_stages_and_what_else_was_chosen_read_so() -> None:
+    plan = pipelined(4)
+    text = plan.report()
+    assert BESIDES in text
+    assert "of all stages together: computing and moving 20 ms, parameters and gradients 4 ms, less 2 ms that hides behind computing" in text
+    assert "other ways have not been priced one by one" in plan.explain("blocks.0.up")
+
+
+def test_printing_a_plan_is_the_head_of_its_report() -> None:
+    plan = layered(2)
+    assert plan.report().startswith(f"{plan}\n\n")
+    assert "gap 10 %" in str(plan)
+
+
+def test_a_real_report_says_what_it_must(searched: Found) -> None:
+    text = searched.plan.report()
+    lines = [line.strip() for line in text.splitlines()]
+    assert any(line.startswith("cost ") and "optimal" in line for line in lines), text
+    for word in ("bound ", "memory ", "data parallel ", "up.weight "):
+        assert any(line.startswith(word) and any(c.isdigit() for c in line) for line in lines), f"no line begins with {word!r}:\n{text}"
+
+
+def test_costs_add_up(searched: Found) -> None:
+    spent = searched.plan.spent
+    assert searched.plan.cost == pytest.approx(spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"], rel=1e-9)
+    assert all(x >= 0 for x in spent.values())
+    assert spent["computing"] > 0
+    assert spent["updating"] > 0
+
+
+class Shared(nn.Module):
+    """A tensor and a weight that several calls take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.q(x), self.k(x)
+        x = self.out(torch.softmax(q @ k.transpose(-1, -2), -1) @ x)
+        return torch.nn.functional.linear(x, self.q.weight).sum()
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100", "ethernet-10g", "cpu"])
+@pytest.mark.parametrize(
+    "options", [{}, {"collect": False}, {"wait": 1e-4}, {"computation": 2.0, "hidden": 0.0}, {"computation": 0.1}], ids=lambda o: " ".join(o) or "plain"
+)
+def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, float]) -> None:
+    calls = calls_of_model(Shared(), (torch.empty(16, 32, 64),))
+    plan = search(calls, Cluster.preset(cluster), flow.placement("cpu", [[0, 1], [2, 3]]), Options(**options)).plan  # type: ignore[arg-type]
+    spent = plan.spent
+    found = spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"] + spent.get("waiting", 0.0)
+    assert plan.cost == pytest.approx(found, rel=1e-9)
+    assert ("waiting" in spent) == ("wait" in options)
+    assert min(spent.values()) >= -1e-12
+    if "wait" in options:  # a wait for each that moves forward, and for each gradient; those of parameters may hide
+        assert 0 <= spent["waiting"] <= options["wait"] * sum((c.forward > 0) + (c.backward > 0) for c in plan.changes) + 1e-12
+
+
+def test_memory_adds_up(searched: Found) -> None:
+    held, plan = searched.plan.held, searched.plan
+    assert sum(held.values()) == plan.memory == max(level for _, level in plan.over_time)
+    assert held["gradients"] == held["parameters"] == sum(g.bytes for g in plan.given if g.kind == "parameter")
+    assert held["optimizer"] == 2 * held["parameters"]
+    assert plan.moments == 2 * (1 + max(c.number for c in plan.calls))
+
+
+def test_gradients_that_are_summed_are_among_the_changes() -> None:
+    """A parameter that every rank holds does not change, its gradient is all-reduced nevertheless."""
+    calls = calls_of_model(MLP(), (torch.empty(16, 256),))
+    whole = (flow.sbp.broadcast,)
+    fixed = {v.path or v.name: ((flow.sbp.split(0),) if v.state == "input" else whole,) for v in calls.states()}
+    plan = search(calls, Cluster.preset("dgx-h100"), flow.placement("cpu", [0, 1, 2, 3]), Options(fixed=fixed)).plan
+    summed = {c.value: c for c in plan.changes if c.back == "all_reduce" and c.src == c.dst == ("B",)}
+    assert set(summed) == {"up.weight", "up.bias", "down.weight"}
+    assert all(c.forward == 0 < c.backward for c in summed.values())
+    assert "all_reduce of the gradient of up.weight" in plan.explain("up")
+
+
+# ------------------------------------------------------------------------------------------------------------ other ways
+
+
+def cheapest(f: Found, node: int, k: int) -> tuple[float, set[int]]:
+    """(least cost with strategy k for a node, the tensors beside it tried in all ways, by how much the peak grows then)."""
+    problem, base = f.formulation.problem, list(f.choice)
+    beside = {b if a == node else a for a, b in problem.edges if node in (a, b)} & set(f.formulation.node_of_value.values())
+    peak, best, grown = problem.peak(base), math.inf, set[int]()
+    for ways in itertools.product(*(range(len(problem.costs[n])) for n in beside)):
+        choice = list(base)
+        choice[node] = k
+        for n, way in zip(beside, ways, strict=True):
+            choice[n] = way
+        cost = problem.evaluate(choice)
+        if cost < best - 1e-15:
+            best, grown = cost, set()
+        if cost <= best + 1e-15 and math.isfinite(cost):
+            grown.add(round(problem.peak(choice) - peak))
+    return best, grown
+
+
+def test_prices_of_other_ways_are_those_of_trying_them() -> None:
+    f = found((4,))
+    now, tried = f.formulation.problem.evaluate(f.choice), 0
+    for call in f.plan.calls:
+        node, candidates = f.formulation.node_of_call[call.number], f.formulation.candidates[call.number]
+        told = {o.gives: o for o in call.others}
+        assert call.results not in told
+        by_result: dict[tuple[tuple[str, ...], ...], list[tuple[float, set[int]]]] = {}
+        for k in range(len(candidates)):
+            gives = tuple(tuple(e.short for e in out[k]) for out in candidates.outs)
+            by_result.setdefault(gives, []).append(cheapest(f, node, k))
+        least = {gives: min(ways, key=lambda way: way[0]) for gives, ways in by_result.items() if gives != call.results}
+        finite = sorted(cost for cost, _ in least.values() if math.isfinite(cost))
+        assert [o.extra for o in call.others] == pytest.approx([cost - now for cost in finite[:3]], abs=1e-12), call.name
+        for gives, other in told.items():
+            cost = least[gives][0]
+            assert other.memory in set().union(*(grown for c, grown in by_result[gives] if c <= cost + 1e-15)), (call.name, gives)
+            tried += 1
+    assert tried >= 8
+
+
+def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_finds() -> None:
+    """With one call in the model, the rest of the plan is nothing: best response and search agree."""
+    calls = calls_of_model(nn.Linear(64, 64, bias=False), (torch.empty(16, 64),))
+    placement, cluster = flow.placement("cpu", [0, 1, 2, 3]), Cluster.preset("dgx-h100")
+    best = search(calls, cluster, placement, Options())
+    (weight,) = (g for g in best.plan.given if g.kind == "parameter")
+    assert len(weight.others) == 2
+    by_name = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1)}
+    for other in weight.others:
+        forced = search(calls, cluster, placement, Options(fixed={"weight": ((by_name[other.gives[0][0]],),)})).plan
+        assert other.extra == pytest.approx(forced.cost - best.plan.cost, abs=1e-12)
+
+
+def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: Found) -> None:
+    extras = [o.extra for thing in (*searched.plan.calls, *searched.plan.given) for o in thing.others]
+    assert searched.plan.optimal
+    assert len(extras) > 10
+    assert min(extras) >= 0
+    assert max(extras) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_a_module_is_explained_with_its_parameters_and_calls(searched: Found) -> None:
+    text = searched.plan.explain("up")
+    for name in ("up.weight", "up.bias", "= linear(", "instead", "computes"):
+        assert name in text
+    assert "down" not in text.split("why")[0]
+
+
+def test_calls_tensors_and_patterns_are_found() -> None:
+    plan = layered(5)
+    assert plan.explain("linear_3").count(" = linear(") == 1
+    assert plan.explain("blocks.2.up.weight").count(" = linear(") == 1  # what takes it
+    assert plan.explain("blocks.2").startswith("blocks.2: 4 calls and 3 tensors given")
+    assert plan.explain("blocks").startswith("blocks: 20 calls and 15 tensors given")
+    assert "(5 alike: linear_0, linear_2, linear_4, ...)" in plan.explain("blocks.*.up")
+    assert plan.explain("*norm*").startswith("*norm*: 5 calls and 5 tensors given")
+    assert plan.explain("mse_loss").startswith("mse_loss: 1 call;")
+    assert plan.explain("layer_norm").startswith("layer_norm: 5 calls;")  # a function's name
+
+
+def test_an_unknown_path_is_told_what_is_near() -> None:
+    with pytest.raises(PlanError, match=r"no module, parameter, call or tensor 'blocks\.1\.upp'; near it: .*blocks\.1\.up"):
+        layered(2).explain("blocks.1.upp")
+    with pytest.raises(PlanError, match=r"near it: .*blocks"):
+        layered(2).explain("zzz")
+
+
+def test_what_does_not_fit_is_said() -> None:
+    plan = layered(1)
+    tight = dataclasses.replace(plan, limit=plan.memory + 512)
+    assert "1.0 KiB a rank more, which does not fit" in tight.explain("linear_0")
+    assert "does not fit" not in plan.explain("linear_0")
+
+
+# ----------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("make", [lambda: layered(2), lambda: found((2, 2)).plan], ids=["by hand", "searched"])
+def test_a_plan_written_and_read_is_the_same(make: object, tmp_path: Path) -> None:
+    plan: Plan = make()  # type: ignore[operator]
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.report() == plan.report()
+    path = plan.calls[0].name
+    assert again.explain(path) == plan.explain(path)
+    json.loads((tmp_path / "plan.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"version": 1, "cost": 3}')
+    with pytest.raises(PlanError, match=r"other\.json is no plan"):
+        Plan.load(tmp_path / "other.json")
+    with pytest.raises(PlanError, match=r"none\.json is no plan"):
+        Plan.load(tmp_path / "none.json")

@@ -1,0 +1,421 @@
+"""The search over everything: meshes, segments, stages, micro-batches, schedules, recomputation, ZeRO; the simulator. All on imagined clusters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from globaltensor.auto.batches import Batches
+from globaltensor.auto.calls import Calls
+from globaltensor.auto.everything import Space, _Search, everything
+from globaltensor.auto.foretold import foretell
+from globaltensor.auto.formulate import Options, formulate
+from globaltensor.auto.meshes import factorizations, mesh, meshes
+from globaltensor.auto.minplus import TooWide, eliminate
+from globaltensor.auto.planned import Plan, PlanError
+from globaltensor.auto.ranges import Table, join
+from globaltensor.auto.segments import cut
+from globaltensor.auto.simulated import Stage, step
+from globaltensor.auto.solver import solve
+from globaltensor.auto.stages import Offers, divide, total
+from globaltensor.auto.trace import calls_of_model
+from globaltensor.cluster import Cluster
+
+DGX = Cluster.preset("dgx-h100")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, words: int, length: int, tied: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Classifier(nn.Module):
+    """Convolutions, and a layer for very many classes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.head = nn.Linear(1024, classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).logsumexp(1).mean()  # type: ignore[no-any-return]
+
+
+def capture(model: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, words: int = 1) -> Callable[[int], Calls]:
+    with torch.device("meta"):
+        made = model().to(dtype)
+
+    def of(rows: int) -> Calls:
+        kind = torch.long if words > 1 else dtype
+        return calls_of_model(made, tuple(torch.empty(rows, *shape, dtype=kind, device="meta") for _ in range(max(1, words - 1))))
+
+    return of
+
+
+def gpt(layers: int = 3, width: int = 256, heads: int = 8, words: int = 1000, length: int = 64, tied: bool = False) -> Callable[[int], Calls]:
+    return capture(lambda: GPT(layers, width, heads, words, length, tied), length, dtype=torch.bfloat16, words=3)
+
+
+def only(shape: tuple[int, ...], stages: int = 1, micros: int = 1, **more: Any) -> Space:
+    return Space(stages=[stages], micro_batches=[micros], meshes=[shape], **more)
+
+
+# ---------------------------------------------------------------------------------------------------------------- meshes
+
+
+def test_meshes_keep_to_nodes() -> None:
+    cluster = Cluster.preset("dgx-h100", nodes=64)
+    shapes = [m.shape for m in meshes(512, cluster)]
+    assert {(512,), (64, 8), (128, 4), (64, 2, 4), (8, 8, 8)} <= set(shapes)
+    assert (8, 64) not in shapes, "groups of 64 neighbours take whole nodes, and of 8 every 64th: the inner ones mix links"
+    assert len(shapes) <= 40
+    assert all(m.flat == tuple(range(512)) for m in meshes(512, cluster))
+    assert sorted(factorizations(12, 2)) == [(2, 6), (3, 4), (4, 3), (6, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- min-plus
+
+
+def test_elimination_is_exhaustive_search() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        sizes = {v: int(rng.integers(1, 4)) for v in range(6)}
+        pairs = [p for p in itertools.combinations(range(6), 2) if rng.random() < 0.5]
+        factors: list[Any] = [((i,), rng.random(sizes[i])) for i in range(6)]
+        factors += [((j, i), rng.random((sizes[j], sizes[i]))) for i, j in pairs]
+        found = eliminate(sizes, factors, keep=[0, 3])
+        choice = found.choices()
+        for ends in itertools.product(range(sizes[0]), range(sizes[3])):
+            inside = itertools.product(*(range(sizes[v]) for v in (1, 2, 4, 5)))
+            every = [dict(zip((1, 2, 4, 5), some, strict=True)) | {0: ends[0], 3: ends[1]} for some in inside]
+            costs = [sum(float(t[tuple(at[v] for v in vs)]) for vs, t in factors) for at in every]
+            assert found.values[ends] == pytest.approx(min(costs))
+            chosen = {v: int(choice[v][ends]) for v in range(6)}
+            assert sum(float(t[tuple(chosen[v] for v in vs)]) for vs, t in factors) == pytest.approx(min(costs))
+
+
+def test_elimination_says_when_tables_are_too_wide() -> None:
+    factors: list[Any] = [((i, j), np.zeros((9, 9))) for i, j in itertools.combinations(range(6), 2)]
+    with pytest.raises(TooWide):
+        eliminate(dict.fromkeys(range(6), 9), factors, [0], most=1000)
+
+
+def test_joined_tables_add_up_and_keep_the_largest_of_what_passes() -> None:
+    rng = np.random.default_rng(2)
+    a, b = (Table(rng.random((2, 3, 3)), rng.random((8, 2, 3, 3))) for _ in range(2))
+    both = join(a, b)
+    for h, i, j in itertools.product(range(2), range(3), range(3)):
+        middle = int(np.argmin(a.score[h, i] + b.score[h, :, j]))
+        assert both.score[h, i, j] == pytest.approx((a.score[h, i] + b.score[h, :, j]).min())
+        np.testing.assert_allclose(both.parts[:7, h, i, j], a.parts[:7, h, i, middle] + b.parts[:7, h, middle, j])
+        assert both.parts[7, h, i, j] == max(a.parts[7, h, i, middle], b.parts[7, h, middle, j])
+
+
+# ---------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_cuts_are_those_of_exhaustive_search() -> None:
+    rng = np.random.default_rng(3)
+    fitting = 0
+    for _ in range(120):
+        n, m, faces = int(rng.integers(2, 8)), int(rng.integers(1, 9)), int(rng.integers(1, 4))
+        p = int(rng.integers(1, min(n, 4) + 1))
+        sizes = [1] + [faces] * (n - 1) + [1]
+        offers: dict[tuple[int, int, int], Offers] = {}
+        for i, a, b in itertools.product(range(p), range(n), range(1, n + 1)):
+            time = rng.random((sizes[a], sizes[b])) * max(1, b - a)
+            time[rng.random(time.shape) < 0.15] = np.inf
+            offers[i, a, b] = Offers(time, rng.random(time.shape), np.zeros(time.shape), np.zeros(time.shape, int), ())
+        crossing = rng.random((p, n + 1, faces)) * 0.2
+        found = divide(n, p, m, lambda i, a, b, o=offers: o[i, a, b], lambda i, b, c=crossing: c[i, b])
+        best = np.inf
+        for inner in itertools.combinations(range(1, n), p - 1):
+            cuts = (0, *inner, n)
+            for between in itertools.product(range(faces), repeat=p - 1):
+                ends = (0, *between, 0)
+                stages = [(offers[i, cuts[i], cuts[i + 1]], (ends[i], ends[i + 1])) for i in range(p)]
+                times = [float(o.time[e]) for o, e in stages]
+                if np.isfinite(times).all():
+                    moved = [float(crossing[i, cuts[i + 1], ends[i + 1]]) for i in range(p - 1)]
+                    best = min(best, total(times, [float(o.step[e]) for o, e in stages], moved, m))
+        assert (found is None) == (best == np.inf)
+        if found is not None:
+            fitting += 1
+            assert found.cost == pytest.approx(best)
+    assert fitting > 60
+
+
+# ---------------------------------------------------------------------------------------------------------------- segments and batches
+
+
+def test_layers_that_are_alike_are_one_kind() -> None:
+    chain = cut(gpt(6)(8))
+    assert len(chain.segments) == 7
+    assert chain.kinds[1:6] == (chain.kinds[1],) * 5
+    assert not chain.hubs
+    tied = cut(gpt(6, tied=True)(8))
+    assert len(tied.hubs) == 1, "the embedding is taken at both ends"
+
+
+def test_other_batches_are_what_a_capture_would_give() -> None:
+    of = gpt(2)
+    seen: list[int] = []
+
+    def counted(rows: int) -> Calls:
+        seen.append(rows)
+        return of(rows)
+
+    worked_out, captured = Batches(counted, 64).at(4), of(4)
+    assert seen == [64, 32]
+    assert [v.shape for v in worked_out.values] == [v.shape for v in captured.values]
+    assert [(str(c.args), str(c.kwargs), c.extra) for c in worked_out.calls] == [(str(c.args), str(c.kwargs), c.extra) for c in captured.calls]
+
+
+class Moody(nn.Module):
+    """Does something else with a batch of ``odd`` rows; runs with no other than those of ``most``."""
+
+    def __init__(self, odd: int, most: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.up, self.down, self.odd, self.most = nn.Linear(16, 32), nn.Linear(32, 16), odd, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.most and x.shape[0] not in self.most:
+            raise ValueError("of another batch")
+        y = self.up(x)
+        return self.down(F.relu(y) if x.shape[0] == self.odd else y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("odd", "most"), [(16, ()), (8, ()), (0, (16,))], ids=str)
+def test_batches_that_a_model_runs_otherwise_are_left_out(odd: int, most: tuple[int, ...]) -> None:
+    plan = everything(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), Space(stages=[1]))
+    seen = {int(rows) for rows in plan.search["left_out"]}
+    assert seen == ({8} if odd == 8 else {1, 2, 4, 8})
+    assert 16 // plan.choices["micro_batches"] not in seen
+    with pytest.raises(PlanError, match=f"nothing to search.*with a batch of {min(seen)}"):
+        everything(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), Space(stages=[1], micro_batches=[16 // min(seen)]))
+
+
+def test_schedules_that_have_too_few_segments_are_left_out() -> None:
+    of = capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]), 8)
+    plan = everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), micro_batches=[4]))
+    assert len(plan.choices["stages"]) == 1
+    with pytest.raises(PlanError, match=r"nothing to search.*2 segments"):
+        everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), stages=[2], micro_batches=[4]))
+
+
+# ---------------------------------------------------------------------------------------------------------------- against the solver on one mesh
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied: bool) -> None:
+    """Activations that cross segments are never partial here, and parameters kept in shares are gathered twice: so a little more, never less."""
+    of, options = gpt(2, tied=tied), Options(memory=10**15, collect=False, hidden=0.0, states=0.0)
+    plan = everything(of, 16, DGX, 8, options, only(shape))
+    problem = formulate(of(16), DGX, mesh(shape), options).problem
+    proven = solve(problem)
+    assert proven.optimal
+    assert float(proven.cost) * (1 - 1e-9) <= plan.cost <= float(proven.cost) * 1.03
+    assert plan.bound <= plan.cost * (1 + 1e-9)
+    if not tied:
+        assert plan.bound == pytest.approx(plan.cost), "without hubs one setting is solved exactly"
+
+
+def test_the_bound_holds_for_parameters_that_are_gathered_once() -> None:
+    """So they are on one mesh in one go, where the solver has them; the search over everything gathers them in both passes."""
+    of, options = capture(lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), 1024), Options(memory=10**15, hidden=0.0)
+    plan, proven = everything(of, 256, DGX, 4, options, only((4,))), solve(formulate(of(256), DGX, mesh((4,)), options).problem)
+    assert float(proven.cost) < plan.cost, "gathering twice costs more"
+    assert plan.bound <= plan.cost
+    assert plan.search["bound_gathered_once"] <= float(proven.cost) * (1 + 1e-9) < plan.bound, "of one account each"
+
+
+# ---------------------------------------------------------------------------------------------------------------- known plans
+
+
+def wanted(plan: Plan, function: str) -> list[Any]:
+    return [c.wanted for c in plan.calls if c.function == function]
+
+
+def test_wide_mlp_with_a_small_batch_is_split_by_columns_then_rows() -> None:
+    of = capture(lambda: nn.Sequential(nn.Linear(8192, 32768, bias=False), nn.ReLU(), nn.Linear(32768, 8192, bias=False)), 8192)
+    plan = everything(of, 8, DGX, 8, Options(), only((8,)))
+    first, second = wanted(plan, "linear")
+    assert first[1] == ("S(0)",), "a weight of (out, in): columns of its transpose"
+    assert second[0] == ("S(1)",)
+    assert second[1] == ("S(1)",)
+
+
+def test_convolutions_by_data_and_a_huge_classifier_split() -> None:
+    plan = everything(capture(lambda: Classifier(400_000), 3, 96, 96), 64, DGX, 8, Options(), only((8,)))
+    assert all(w[0] == ("S(0)",) and w[1] == ("B",) for w in wanted(plan, "conv2d"))
+    assert plan.parameters["head.weight"] == ("S(0)",)
+    assert wanted(plan, "linear")[0][1] == ("S(0)",), "every rank has some of the classes"
+
+
+def test_a_transformer_within_a_node_with_a_small_batch_goes_by_tensors() -> None:
+    of = gpt(3, width=8192, heads=64, words=32000, length=1024)
+    plan = everything(of, 1, DGX, 8, Options(), only((8,)))
+    linear = [c for c in plan.calls if c.function == "linear" and c.module.startswith("blocks.1")]
+    assert all(c.share == pytest.approx(1 / 8) for c in linear)
+    up, down = linear[2], linear[3]
+    assert up.wanted[1] == ("S(0)",)
+    assert down.wanted[1] == ("S(1)",)
+    norms = [c for c in plan.calls if c.function == "layer_norm" and c.module.startswith("blocks.1")]
+    # Split sequences between would be a scatter and a gather, which on this machine take longer than its all-reduce.
+    assert all(c.wanted[0] in (("S(1)",), ("B",)) for c in norms)
+    assert plan.optimal
+
+
+def test_little_memory_leads_to_shares_and_recomputation() -> None:
+    of, roomy = gpt(4, width=512), Options(memory=10**12)
+    free = everything(of, 64, DGX, 8, roomy, only((8,), recompute=False))
+    tight = everything(of, 64, DGX, 8, Options(memory=int(free.memory * 0.35)), only((8,)))
+    assert tight.memory <= free.memory * 0.35
+    assert tight.cost > free.cost
+    assert tight.choices["recompute"]
+    # So many parameters that they alone fill a device eight times over.
+    wide = capture(lambda: nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(24)]), 2048)
+    kept = 24 * 2048 * 2048 * 4
+    starved = everything(wide, 4096, DGX, 8, Options(memory=int(kept * 1.2)), only((8,)))
+    data = [w for w in wanted(starved, "linear") if w[0] == ("S(0)",) and w[1] == ("B",)]
+    assert len(data) > 12, "the batch is split, weights are whole where they are used"
+    shared = [path for path, layout in starved.parameters.items() if path.endswith("weight") and (layout != ("B",) or path in starved.choices["zero"])]
+    assert len(shared) > 12, "and kept in shares"
+
+
+def test_a_slow_network_between_nodes_leads_to_stages() -> None:
+    slow = Cluster(node_size=4, node_bandwidth=2e8, node_latency=1e-4, bandwidth=200e9, flops={"float32": 20e12, "bfloat16": 20e12}, size=8, overlap=2.0)
+    of = gpt(4, width=1024, heads=8, words=1000, length=256)
+    plan = everything(of, 32, slow, 8, Options(), Space(axes=1, micro_batches=[1, 8]))
+    assert len(plan.choices["stages"]) > 1
+    one = everything(of, 32, slow, 8, Options(), Space(stages=[1], axes=1, micro_batches=[1]))
+    assert plan.seconds < one.seconds
+    between = [s["ranks"] for s in plan.choices["stages"]]
+    assert all(b - a <= 4 for a, b in between), "no stage lies across nodes"
+
+
+# ---------------------------------------------------------------------------------------------------------------- bounds, errors, the same again
+
+
+def test_the_same_plan_twice_and_bounds_hold() -> None:
+    of, space = gpt(3), Space(micro_batches=[1, 4])
+    one, two = (everything(of, 16, DGX, 4, Options(), space) for _ in range(2))
+    for plan in (one, two):
+        plan.search.clear()
+    assert one.to_json() == two.to_json()
+    assert 0 < one.bound <= one.cost
+    for shape in ((4,), (2, 2)):
+        assert everything(of, 16, DGX, 4, Options(), only(shape, micros=1)).cost >= one.bound * (1 - 1e-9)
+    for stages in (2, 4):
+        assert everything(of, 16, DGX, 4, Options(), only((4 // stages,), stages, 4)).cost >= one.bound * (1 - 1e-9)
+    names = [c.name for c in one.calls]
+    assert len(names) == len(set(names))
+    assert {g.name for g in one.given if g.kind == "parameter"} == {v.path for v in of(16).parameters}
+
+
+def test_too_little_memory_says_what_would_do() -> None:
+    space = Space(stages=[1, 2], micro_batches=[4], axes=1)
+    with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
+        everything(gpt(3), 16, DGX, 4, Options(memory=100_000), space)
+    least = int(str(error.value).split("the least that was found is ")[1].split()[0])
+    assert everything(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
+
+
+def test_the_least_memory_of_a_model_with_hubs_is_that_of_hubs_well_laid() -> None:
+    """The table of words, tied at both ends, is most of it; whole on every rank it would need four times as much."""
+    of, space = gpt(1, width=64, heads=4, words=4000, length=4, tied=True), only((4,))
+    with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
+        everything(of, 4, DGX, 4, Options(memory=10_000), space)
+    least = int(str(error.value).split("the least that was found is ")[1].split()[0])
+    assert least < 4000 * 64 * 2 * 4, "parameter, gradient and optimizer state, whole"
+
+
+def test_without_a_limit_no_memory_is_blamed() -> None:
+    search = _Search(Batches(gpt(1), 4), Cluster(size=2), 2, Options(), Space())
+    assert "memory" not in search._too_little()
+
+
+def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:
+    plan = everything(gpt(4), 16, DGX, 4, Options(), only((2,), 2, 4))
+    assert [s["ranks"] for s in plan.choices["stages"][:2]] == [[0, 2], [2, 4]]
+    assert sum(len(s["segments"]) for s in plan.choices["stages"]) == len(cut(gpt(4)(16)).segments)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").choices == plan.choices
+
+
+# ---------------------------------------------------------------------------------------------------------------- simulator
+
+
+def test_a_step_on_a_clock() -> None:
+    cluster = Cluster(overlap=1.0)
+    alone = step([Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5, kept=100, activations=10, passing=5)], "1f1b", (0,), 2, cluster)
+    assert alone.seconds == pytest.approx(2 * 3.0 + 0.5), "what is gathered and summed hides behind computing"
+    assert alone.memory == (115,)
+    slowed = step([Stage(1.0, 2.0, gathers=1.0, sums=1.5, updates=0.5)], "1f1b", (0,), 2, Cluster(overlap=2.0))
+    assert slowed.seconds == pytest.approx(2 * 4.0 + 1.5 + 0.5)
+    four = [Stage(1.0, 2.0, activations=10, first=k) for k in range(4)]
+    line = step(four, "1f1b", range(4), 8, cluster)
+    assert line.seconds == pytest.approx(3.0 * (8 + 3))
+    assert line.memory == (40, 30, 20, 10)
+    assert step(four, "zb-h1", range(4), 8, cluster).seconds == pytest.approx(3.0 * 8 + 3.0)
+    assert step(four, "gpipe", range(4), 8, cluster).memory == (80,) * 4
+    assert {e["name"] for e in line.trace()["traceEvents"] if e["ph"] == "X"} >= {"0F0", "3B7"}
+
+
+def test_a_plan_is_foretold_for_other_clusters() -> None:
+    of = gpt(4, width=1024, heads=8)
+    for space in (only((2, 2)), only((2,), 2, 4)):
+        plan = everything(of, 16, DGX, 4, Options(), space)
+        rows = 16 // plan.choices["micro_batches"]
+        assert foretell(plan, DGX, of(rows)).seconds == pytest.approx(plan.seconds, rel=0.02), "the same cluster, the same time"
+        slower = Cluster.preset("pcie-a100")
+        assert foretell(plan, slower, of(rows)).seconds > plan.seconds
+        assert foretell(plan).seconds == pytest.approx(plan.seconds, rel=0.2), "without the cluster its overlap isn't known"
+    with pytest.raises(PlanError, match="imagines as many"):
+        foretell(plan, DGX.with_size(2), of(4))
+    with pytest.raises(PlanError, match="another batch"):
+        foretell(plan, DGX, of(8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_large_transformer_on_512_devices() -> None:
+    of = gpt(96, width=12288, heads=96, words=50304, length=2048)
+    plan = everything(of, 1024, Cluster.preset("dgx-h100", nodes=64).with_size(512))
+    assert plan.memory <= 79 << 30
+    assert 0.6 * plan.seconds < plan.bound <= plan.cost
