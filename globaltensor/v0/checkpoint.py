@@ -1,0 +1,160 @@
+"""``flow.checkpoint``: variables in a folder. Each has a folder of its name with ``out``, the elements as they lie in memory, and ``meta``, their shape and
+type; ``snapshot_done`` tells that all have been written. The master writes. The original's snapshots can be read, and it could read these."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from .errors import JobError, SessionError
+from .session import session
+from .settings import logger
+
+__all__ = ["FileBacked", "Variable", "get", "get_all_variables", "load_variables", "save"]
+
+DONE: Final = "snapshot_done"
+_TYPES: Final = {
+    "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
+    "kChar": "int8", "kBool": "bool",
+}  # fmt: skip
+_NAMES: Final = {name: kind for kind, name in reversed(_TYPES.items())}
+
+
+class Variable:
+    """A variable of the session: its value is fetched when it is asked for."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value now, as an array of its own."""
+        return session().fetch([self.name])[self.name]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"Variable({self.name}, shape={list(self.shape)}, dtype={str(self.dtype).removeprefix('torch.')})"
+
+
+class FileBacked:
+    """A variable in a folder, read when it is asked for."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        text = (folder / "meta").read_text()
+        kind = re.search(r"data_type:\s*(\w+)", text)
+        if kind is None or kind[1] not in _TYPES:
+            raise SessionError(f"checkpoint.get: {folder / 'meta'} says no data_type that is known here ({', '.join(_TYPES)})")
+        self.shape = tuple(int(n) for n in re.findall(r"dim:\s*(\d+)", text))
+        self.dtype = getattr(torch, _TYPES[kind[1]])
+        self._kind = np.dtype(_TYPES[kind[1]])
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value. Raises SessionError where the file is shorter or longer than its shape."""
+        found = np.fromfile(self.folder / "out", dtype=self._kind)
+        if found.size != int(np.prod(self.shape)):
+            raise SessionError(f"checkpoint.get: {self.folder / 'out'} has {found.size} elements, its meta says shape {list(self.shape)}: it is damaged")
+        return found.reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"FileBacked({self.name}, shape={list(self.shape)}, {self.folder})"
+
+
+def get_all_variables() -> dict[str, Variable]:
+    """The variables of all jobs by name. Starts the session. What optimizers keep is not among them; `save` saves it."""
+    here = session()
+    return {name: Variable(name, *here.shape_of(name)) for name in here.names()}
+
+
+def save(path: str, var_dict: Mapping[str, Any] | None = None) -> None:
+    """Write variables into a folder, which must not be there or be empty: all, with what optimizers keep, the steps made and growing loss scales, or those
+    given by name (arrays, or what `get_all_variables` and `get` return). Raises SessionError where the folder holds something."""
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SessionError(f"checkpoint.save: {folder} holds something already: name a folder that is not there yet")
+    here = session()
+    arrays = here.fetch(here.saved_names()) if var_dict is None else {name: np.asarray(_value(v)) for name, v in var_dict.items()}
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process with our number that was killed at it
+    try:
+        for name, array in arrays.items():
+            _write(unfinished, name, array)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        (unfinished / DONE).touch()
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, name: str, array: np.ndarray[Any, Any]) -> None:
+    where = folder / name
+    if folder.resolve() not in where.resolve().parents:
+        raise SessionError(f"checkpoint.save: a variable named {name!r} would be written outside of the folder")
+    if array.dtype.name not in _NAMES:
+        raise SessionError(f"checkpoint.save: {name} is {array.dtype}, which has no name in the format")
+    where.mkdir(parents=True)
+    np.ascontiguousarray(array).tofile(where / "out")
+    dims = "".join(f"  dim: {n}\n" for n in array.shape)
+    (where / "meta").write_text(f"shape {{\n{dims}}}\ndata_type: {_NAMES[array.dtype.name]}\n")
+
+
+def get(path: str) -> dict[str, FileBacked]:
+    """The variables in a folder by name, read when their values are asked for. Raises SessionError where there is no complete snapshot."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise SessionError(f"checkpoint.get: there is no folder {folder}")
+    found = {name: FileBacked(name, where) for name, where in _folders(folder, "")}
+    if not found or not (folder / DONE).exists():
+        why = "no variables" if not found else f"no {DONE}: it was not written to its end"
+        raise SessionError(f"checkpoint.get: {folder} is no snapshot: it has {why}")
+    return found
+
+
+def _folders(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
+    for where in sorted(p for p in folder.iterdir() if p.is_dir()):
+        if (where / "meta").is_file() and (where / "out").is_file():
+            yield before + where.name, where
+        yield from _folders(where, f"{before}{where.name}/")
+
+
+def load_variables(value_dict: Mapping[str, Any], ignore_mismatch: bool = True) -> None:
+    """Give variables the values of arrays, by name; what optimizers keep too, where a snapshot has it. Names that no job has are passed over;
+    ``ignore_mismatch=False``: raises SessionError for them, and for variables that get no value. Raises JobError for another shape, or no numbers."""
+    here = session()
+    known, own = set(here.saved_names()), here.names()
+    strange = sorted(set(value_dict) - known)
+    missing = sorted(set(own) - set(value_dict))
+    if (strange or missing) and not ignore_mismatch:
+        told = [f"no job has {', '.join(strange)}"] * bool(strange) + [f"nothing is given for {', '.join(missing)}"] * bool(missing)
+        raise SessionError(f"load_variables: {'; '.join(told)}")
+    if strange:
+        logger.info("load_variables: no job has %s", ", ".join(strange))
+    arrays = {name: np.asarray(_value(value_dict[name])) for name in here.saved_names() if name in value_dict}
+    for name, array in arrays.items():  # all before any is loaded: an error on the way would leave the devices out of step
+        shape = here.shape_of(name)[0]
+        if array.shape != shape:
+            raise JobError(f"load_variables: {'variable ' if name in own else ''}{name} has shape {list(shape)}, the value {list(array.shape)}")
+        if array.dtype.kind not in "biufc":
+            raise JobError(f"load_variables: numbers are wanted for {name}, got an array of {array.dtype}")
+    if arrays:
+        here.load(arrays)
+
+
+def _value(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.detach().cpu().numpy()
+    return given.numpy() if isinstance(given, (Variable, FileBacked)) else given
