@@ -262,7 +262,12 @@ from support.hosts import NAMESPACES, Network
 network = Network(3, NAMESPACES)
 for host in network.hosts:
     host.start(["sleep", "300"], Path(sys.argv[1]) / host.name)
-print(*[os.readlink(f"/proc/{host.alive()[0]}/ns/net") for host in network.hosts], flush=True)
+def begun(host):
+    return [pid for pid in host.alive() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")]
+until = time.monotonic() + 60
+while time.monotonic() < until and not all(map(begun, network.hosts)):
+    time.sleep(0.05)
+print(*[os.readlink(f"/proc/{begun(host)[0]}/ns/net") for host in network.hosts], flush=True)
 time.sleep(300)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

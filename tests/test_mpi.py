@@ -273,9 +273,10 @@ def _futures() -> list[float]:
         inner = dist.all_reduce(y, async_op=True).get_future()
         return float(future.value()[0][0] + inner.wait()[0][0])
 
-    one = dist.all_reduce(x, async_op=True).get_future().then(hook)
+    one = dist.all_reduce(x, async_op=True).get_future().then(hook).wait()
+    # Only then: the hook may run in this thread or in another, so what is started beside it may come before or after its operation, otherwise on each rank.
     other = dist.all_reduce(z, async_op=True).get_future()
-    return [one.wait(), other.wait()[0][0].item()]
+    return [one, other.wait()[0][0].item()]
 
 
 def test_futures_wait_for_each_other() -> None:

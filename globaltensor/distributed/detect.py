@@ -21,7 +21,10 @@ __all__ = ["Detected", "Environment", "detect", "first_host"]
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A process's place in the world, and where rank 0 can be met. ``local_*`` count the ranks of this process's node."""
+    """A process's place in the world, and where rank 0 can be met. ``local_*`` count the ranks of this process's node.
+
+    ``port`` is 0 where nothing names one and all ranks are on one node: they then meet by the ``job``'s name (globaltensor.distributed.meet).
+    """
 
     source: str
     rank: int
@@ -31,6 +34,14 @@ class Detected:
     nodes: int
     addr: str
     port: int
+    job: str = ""
+
+    @property
+    def meeting(self) -> str:
+        """Where the ranks meet, in words."""
+        if self.port:
+            return f"{self.addr}:{self.port}"
+        return f"the file of job {self.job!r}" if self.world_size > 1 else self.addr
 
     def __post_init__(self) -> None:
         for what, value, size in (("rank", self.rank, self.world_size), ("local rank", self.local_rank, self.local_world_size)):
@@ -78,13 +89,15 @@ class Environment(ABC):
         return next((self.variables[name] for name in names if self.variables.get(name)), "")
 
     def place(self, rank: int, world: int, local: int, local_world: int, nodes: int | None = None, addr: str = "", job: str = "") -> Detected:
-        """MASTER_ADDR and MASTER_PORT win; else one node meets on itself, and the port follows from the job's name, alike on all its ranks."""
+        """MASTER_ADDR and MASTER_PORT win; else one node meets on itself by the job's name; on several the port follows from it, alike on all ranks."""
         nodes = nodes or max(1, -(-world // max(1, local_world)))
         found = self.text("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else addr)
         if not found:
             told = f"{world} ranks on {nodes} nodes were started by {self.name}"
             raise WorldError(f"{told}, but nothing says where rank 0 is: set MASTER_ADDR to its host on all ranks")
-        return Detected(self.name, rank, world, local, local_world, nodes, found, self.number("MASTER_PORT", _port_of(job) if job else None))
+        by_name = bool(job) and nodes == 1 and not self.text("MASTER_PORT")
+        port = 0 if by_name else self.number("MASTER_PORT", _port_of(job) if job else None)
+        return Detected(self.name, rank, world, local, local_world, nodes, found, port, job if by_name else "")
 
 
 class Kubernetes(Environment):
@@ -138,7 +151,7 @@ class Torchrun(Environment):
 
 
 class OpenMPI(Environment):
-    """Open MPI's mpirun. Its job name gives the port."""
+    """Open MPI's mpirun. Its ranks meet by the job's name."""
 
     name = "Open MPI"
 

@@ -19,7 +19,7 @@ from ..errors import WorldError
 from .backends import choose, lacking, names, prepare
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
-from .world import ProcessWorld, reset_world, running, world
+from .world import ProcessWorld, meeting, reset_world, running, world
 from .world import timeout as default_timeout
 
 __all__ = [
@@ -70,10 +70,11 @@ def init_process_group(
     place = detect(os.environ)
     chosen = choose(backend, place)
     prepare(chosen)
-    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place)
+    waits = timeout or default_timeout()
+    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place, waits)
     master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
     lead_gloo(master, place.nodes if place else 1)
-    options = {"timeout": timeout or default_timeout(), "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
+    options = {"timeout": waits, "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
     try:
         with _serving(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
@@ -119,7 +120,7 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None) -> dict[str, Any]:
+def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None, timeout: timedelta) -> dict[str, Any]:
     """How torch shall find the others, from what the caller and the environment say."""
     if store is not None:
         return {"store": store}
@@ -128,8 +129,11 @@ def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: D
         return {"init_method": init_method} | ({} if "rank=" in str(init_method) else who)
     if place is None and rank < 0 and size < 0:
         return {"store": _HashStore(), "rank": 0, "world_size": 1}
-    known = place is None or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return {"init_method": "env://" if known else f"tcp://{place.addr}:{place.port}"} | who  # type: ignore[union-attr]
+    if place is not None and rank in (-1, place.rank) and size in (-1, place.world_size):
+        return meeting(place, timeout)
+    if size == 1:
+        return {"store": _HashStore(), "rank": max(rank, 0), "world_size": 1}
+    return {"init_method": "env://"}
 
 
 def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["advice", "interface_of", "is_here", "lead_gloo", "own_address"]
+__all__ = ["addresses_of", "advice", "interface_of", "is_here", "lead_gloo", "own_address"]
 
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _ELSEWHERE: Final = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the default route
@@ -61,6 +61,12 @@ def interface_of(address: str) -> str:
         return ""
     wanted = ipaddress.ip_address(address.split("%")[0])
     return next((name for _, name in socket.if_nameindex() if wanted in _addresses(name)), "")
+
+
+def addresses_of() -> dict[str, list[str]]:
+    """The addresses of each network interface of this machine that has some."""
+    found = {name: sorted(map(str, _addresses(name)), key=lambda a: ":" in a) for _, name in socket.if_nameindex()}
+    return {name: addresses for name, addresses in found.items() if addresses}
 
 
 def lead_gloo(host: str, nodes: int) -> None:

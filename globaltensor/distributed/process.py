@@ -250,8 +250,11 @@ class ProcessComm(MessageComm):
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
         if flat.dtype in _NATIVE_REDUCES or self._mpi:
-            # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs.
-            return _Work(self, dist.all_reduce(flat, _OPS[op], group=self.group, async_op=True))
+            # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs. Asked of the group itself: what torch's function
+            # does before costs as much again (45 us).
+            how = dist.AllreduceOptions()
+            how.reduceOp = _OPS[op]  # type: ignore[assignment]
+            return _Work(self, self.group.allreduce([flat], how))
         if self._native(flat.device):
             return super()._all_reduce_async(flat, op)
         lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from .backends import choose, lacking, prepare
 from .comm import Channel, Comm, Traffic
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
+from .meet import meet
 
 __all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
 
@@ -31,6 +32,8 @@ _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interp
 
 class World(ABC):
     """The ranks of a job, seen by one of them. ``nodes`` counts machines; ``trace`` is where collectives are recorded, if anywhere."""
+
+    reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
 
     def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
@@ -232,17 +235,25 @@ def _start() -> World:
     return ProcessWorld(place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1)
 
 
+def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:
+    """How torch shall find the others: torchrun's own store, a port for launchers torch does not know, or the job's name. Raises WorldError (the last)."""
+    who: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return {"init_method": "env://"} | who
+    if place.port or place.world_size == 1:
+        return {"init_method": f"tcp://{place.addr}:{place.port}"} | who
+    return {"store": meet(place, timeout)} | who
+
+
 def _join(place: Detected) -> None:
     backend = choose(place=place)
     prepare(backend)
     lead_gloo(place.addr, place.nodes)
+    where = meeting(place, timeout())
     try:
-        # env:// where torchrun's own store serves the ranks; tcp:// for launchers torch does not know.
-        known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-        where = "env://" if known else f"tcp://{place.addr}:{place.port}"
-        dist.init_process_group(backend, init_method=where, rank=place.rank, world_size=place.world_size, timeout=timeout())
+        dist.init_process_group(backend, **where, timeout=timeout())
     except (RuntimeError, ValueError) as error:
         raise WorldError(
-            f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{place.port}: {error}; "
+            f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.meeting}: {error}; "
             + (lacking(backend) or advice(error, place.addr) or "are all ranks started, and is the port free and reachable?")
         ) from error

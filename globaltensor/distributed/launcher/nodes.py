@@ -140,8 +140,8 @@ class FixedNodes(RendezvousHandler):
         """Wait until all nodes are here. Each shows its card; node 0's counts."""
         mine = {"nnodes": self.nodes, "nproc_per_node": self.nproc, "host": socket.gethostname(), "pid": os.getpid(), "run": self._run_id}
         if store.add(f"taken/{self.rank}", 1) > 1:
-            other = json.loads(store.get(f"card/{self.rank}")) if store.check([f"card/{self.rank}"]) else {"host": "?", "pid": "?"}
-            raise WorldError(f"--node_rank {self.rank} is taken: a launcher on {other['host']} (pid {other['pid']}) has it; each node has a number of its own")
+            first = self._card_of_who_came_first(store)
+            raise WorldError(f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid {first['pid']}) has it; each node has a number of its own")
         store.set(f"card/{self.rank}", json.dumps(mine))
         until, told = time.monotonic() + self._timeout, time.monotonic()
         for other in range(1, self.nodes) if self.rank == 0 else [0]:
@@ -161,6 +161,16 @@ class FixedNodes(RendezvousHandler):
             if time.monotonic() > until:
                 self._give_up(store, f"node 0 at {self.addr}:{self.port} still waits for others after {self._timeout:g} s")
             time.sleep(_TICK_SECONDS)
+
+    def _card_of_who_came_first(self, store: Store) -> dict[str, object]:
+        """Whoever took this node's number shows its card next, unless it ends just there."""
+        until = time.monotonic() + _TRY_SECONDS
+        while not store.check([f"card/{self.rank}"]):
+            if time.monotonic() > until:
+                return {"host": "?", "pid": "?"}
+            time.sleep(_TICK_SECONDS)
+        found: dict[str, object] = json.loads(store.get(f"card/{self.rank}"))
+        return found
 
     def _compare(self, store: Store, node: int, theirs: dict[str, object], mine: dict[str, object]) -> None:
         for option in ("nnodes", "nproc_per_node"):
