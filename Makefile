@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
+# WORKERS: how many pytest processes run the tests (where pytest-xdist is installed); those that start processes of their own stay on one of them.
+WORKERS ?= 2
 # BACKEND: what carries the collectives of `make train`: auto, gloo, nccl, or mpi (after make install-mpi).
 BACKEND ?= auto
 ARGS ?=
@@ -13,6 +15,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --numprocesses $(WORKERS) --dist loadgroup)
 SOURCES := globaltensor tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
@@ -35,7 +38,9 @@ train: $(STAMP)  ## train the example GPT on $(NPROC) processes; ARGS="--paralle
 	$(BIN)/python -m globaltensor.distributed.launch --nproc_per_node $(NPROC) --backend $(BACKEND) examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)  ## all tests that need neither long nor a GPU
-	$(BIN)/python -m pytest $(ARGS)
+	@# once, rather than by each process that a test starts, where python is told to write no bytecode
+	@$(BIN)/python -m compileall -q globaltensor tests
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-slow: $(STAMP)  ## the long ones
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)

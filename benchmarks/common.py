@@ -103,14 +103,16 @@ class Row:
         return json.dumps({"case": self.case, "unit": self.unit} | {name: round(self.median(name), 3) for name in self.seconds})
 
 
-def options(description: str, steps: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line that all benchmarks have in common; ``steps`` is the default number of rounds."""
+def options(description: str, steps: int, arguments: Sequence[str] | None = None, more: dict[str, dict[str, Any]] | None = None) -> argparse.Namespace:
+    """The command line that all benchmarks have in common; ``steps`` is the default number of rounds. ``more``: options of one benchmark alone."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help="rounds; each times every contender once")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: does it run?")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--nproc", type=int, default=2, help="processes, where the benchmark uses several")
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
+    for name, about in (more or {}).items():
+        parser.add_argument(name, **about)
     chosen = parser.parse_args(arguments)
     if chosen.quick:
         chosen.steps = min(chosen.steps, 3)
@@ -152,8 +154,11 @@ def end(process: subprocess.Popen[Any], group: bool = False) -> None:
             continue
 
 
-def interleave(contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3, clock: Clock = time.perf_counter) -> dict[str, list[float]]:
-    """Seconds per call of each contender, round by round. All ranks start and end a block together; without ``calls`` a block takes about 20 ms.
+def interleave(
+    contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3, clock: Clock = time.perf_counter, again: int = 0
+) -> dict[str, list[float]]:
+    """Seconds per call of each contender, round by round. All ranks start and end a block together; without ``calls`` a block takes about 20 ms. ``again``
+    calls before each block are not counted: another contender's block has emptied the caches.
 
     A contender that neither waits nor communicates is better timed by ``time.process_time``: other processes of the machine then don't count.
     """
@@ -169,6 +174,8 @@ def interleave(contenders: Contenders, rounds: int, calls: int | None = None, wa
     gc.freeze()
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
+            for _ in range(again):
+                contenders[name]()
             seconds[name].append(_block(contenders[name], calls, together, clock))
     gc.unfreeze()
     return seconds

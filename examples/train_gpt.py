@@ -118,6 +118,10 @@ PARALLEL = {
 }
 
 
+# For a search that lays everything out by itself: nothing is said.
+ANY = Parallel([B], axis({"*": B}), {})
+
+
 def placement_of(options: argparse.Namespace) -> flow.placement:
     """All ranks: on one axis, or for hybrid as a grid of replicas by members of one replica."""
     if options.parallel != "hybrid":
@@ -186,10 +190,20 @@ def continuation(model: nn.Module, prompt: Tensor, length: int, temperature: flo
 
 # ---------------------------------------------------------------- the run
 
+def plan_in(path: str) -> flow.auto.Plan:
+    try:
+        return flow.auto.load_plan(path)
+    except flow.auto.PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--parallel", choices=["single", "pipeline", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
+    add("--parallel", choices=["single", "pipeline", "auto", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
+    add("--picture", type=Path, help="auto: where a page that shows the plan is written")
+    add("--plan", type=plan_in, help="auto: carry out the plan in this file (Plan.save, `globaltensor plan --json`) instead of searching for one")
+    add("--cluster", help="auto: what the cluster is like, a file that `globaltensor profile` wrote or the name of a preset")
     add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
     add("--graph", action="store_true", help="capture the training step as a static graph (nn.Graph)")
     add("--micro-batches", type=int, default=1, help="with --graph: cut each batch into so many, and step once")
@@ -214,6 +228,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{', '.join(small)} must be at least 1")
     if options.micro_batches < 1 or options.batch % options.micro_batches or (options.micro_batches > 1 and not options.graph):
         parser.error(f"--micro-batches {options.micro_batches} needs --graph, and must divide --batch {options.batch}")
+    if (options.picture or options.plan or options.cluster) and options.parallel != "auto":
+        parser.error("--picture, --plan and --cluster go with --parallel auto")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint, the file to go on from")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -236,8 +252,11 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
         stages = [flow.placement(options.device, [rank]) for rank in range(flow.env.get_world_size())]
         flow.pipeline.cut(model, stages)
         return lambda tensor, whole=False: tensor.to(device).to_global(flow.placement.all(options.device), B, check_meta=False).to_global(stages[0], B)
-    parallel, placement = PARALLEL[options.parallel], placement_of(options)
-    spread(model, parallel, placement)
+    parallel, placement = PARALLEL.get(options.parallel, ANY), placement_of(options)
+    if options.parallel == "auto" and (options.plan or not options.graph):
+        flow.parallelize(model, placement, options.plan or "auto", inputs=(torch.zeros(options.batch, options.context, dtype=torch.long),))
+    else:
+        spread(model, parallel, placement)
 
     def feed(tensor: Tensor, whole: bool = False) -> Tensor:
         # All ranks have drawn the same numbers, so there is nothing to check: each keeps its share.
@@ -250,11 +269,16 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
 class Step(flow.nn.Graph):
     """A training step as a static graph: captured at the first call, then run without any dispatch. Gradients are clipped as the optimizer's group says."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, auto: bool) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
         self.config.set_gradient_accumulation_steps(micro_batches)
+        plan = flow.auto.plan_of(model)
+        if plan is not None:  # from a file: the model is laid already, the rest is micro-batches and their schedule
+            self.config.follow(plan)
+        else:
+            self.config.enable_auto_parallel(auto)
 
     def build(self, rows: Tensor) -> Tensor:
         loss = loss_of(self.model, rows)
@@ -271,9 +295,17 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor)
     return loss.detach()
 
 
+def show_plan(step_of: Any, model: nn.Module, options: argparse.Namespace) -> None:
+    """What the search has found: in short on the terminal, and all of it as a page."""
+    plan = flow.auto.plan_of(model) or step_of.auto_plan()
+    print(plan, flush=True)
+    if options.picture:
+        plan.save_html(options.picture)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable[[int], Tensor], first: int, options: argparse.Namespace) -> list[float]:
     """The steps from ``first`` on -> the mean losses reported, one for each --log-every steps."""
-    step_of = Step(model, optimizer, options.micro_batches) if options.graph else functools.partial(eager_step, model, optimizer)
+    step_of = Step(model, optimizer, options.micro_batches, options.parallel == "auto") if options.graph else functools.partial(eager_step, model, optimizer)
     loud = flow.env.get_rank() == 0
     bar = tqdm(total=options.steps, initial=first, unit="step", disable=not loud or options.no_progress or not sys.stderr.isatty())
     losses, recent, since = [], [], time.perf_counter()
@@ -281,6 +313,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable
         for group in optimizer.param_groups:
             group["lr"] = options.lr * learning_rate(step, options.steps)
         recent.append(step_of(batch_of(step)))
+        if step == first and loud and options.parallel == "auto":
+            show_plan(step_of, model, options)
         bar.update()
         if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
             losses.append(torch.stack(recent).mean().item())  # collective: on every rank, though only one tells
@@ -298,6 +332,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train as the arguments say -> the losses reported, the validation loss last."""
     options = parse(arguments)
+    try:
+        cluster = flow.auto.cluster_of(options.cluster)
+    except flow.auto.PlanError as error:
+        sys.exit(f"--cluster: {error}")
+    with flow.use_cluster(cluster):
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> list[float]:
     loud = flow.env.get_rank() == 0
     if options.parallel == "single" and not loud:
         return []

@@ -11,16 +11,16 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
-from . import amp, comm, distributed, nn, pipeline, sbp, utils
+from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
-from .cluster import current_cluster
+from .cluster import Cluster, current_cluster, use_cluster
 from .dispatch import rule
 from .distributed import env
 from .distributed.spawn import run, spawn
 from .local_map import local_map
 from .parallelize import parallelize
 from .placement import Placement, placement
-from .reducer import no_sync, reduce_dtype
+from .reducer import counts_ride, no_sync, reduce_dtype
 from .rules.attention import attention
 from .rules.experts import experts
 from .rules.grouped import grouped_linear

@@ -26,6 +26,10 @@ any_autocast = torch._C._is_any_autocast_enabled
 copy_all = torch._foreach_copy_
 
 
+#: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for each. What torch's own reducers use.
+parts_of = torch._C._nn.unflatten_dense_tensors
+
+
 def call_after_accumulation(leaf: torch.Tensor) -> None:
     """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs them at the end of a backward pass only (2.1)."""
     hooks = leaf._post_accumulate_grad_hooks
@@ -315,3 +319,10 @@ def watch_checkpoints(region: Any) -> None:
 
     home._checkpoint_without_reentrant_generator = generator
     reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
+
+
+def refresh_weights(module: torch.nn.Module) -> None:
+    """A recurrent layer keeps its weights in a list beside its parameters, with weak references by which it knows them: after these were replaced, list and
+    references are made anew, as the layer does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
+    if isinstance(module, torch.nn.RNNBase):
+        module._init_flat_weights()

@@ -41,13 +41,21 @@ class Buckets(Generic[T]):
 
     def add(self, number: int, item: T, nbytes: int, key: Hashable) -> list[list[T]]:
         """One arrival -> the buckets that are now ready to go, in order."""
-        self.items[number] = self.merge(self.items[number], item) if number in self.items else item
-        times = self.seen[number][0] + 1 if number in self.seen else 1
-        self.seen[number] = (times, nbytes, key)
+        before = self.seen.get(number)
+        if before is None:
+            times = 1
+        else:
+            times = before[0] + 1
+            item = self.merge(self.items[number], item) if number in self.items else item
+        self.items[number], self.seen[number] = item, (times, nbytes, key)
         where = self.bucket.get(number)
         if where is None:
             return []
-        self.missing[where] -= (times == self.plan[where][number]) - (times == self.plan[where][number] + 1)
+        planned = self.plan[where][number]
+        if times == planned:
+            self.missing[where] -= 1
+        elif times == planned + 1:
+            self.missing[where] += 1
         ready = []
         while self.sent < len(self.plan) and not self.missing[self.sent]:
             ready.append([self.items.pop(n) for n in self.plan[self.sent]])

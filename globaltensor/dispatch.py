@@ -19,12 +19,12 @@ from .boxing import box
 from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .placement import Placement
-from .plans import Answer, Boxed, Moved, Plan, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
-from .spec import Spec, Stored
+from .spec import Spec, Stored, layout_on
 from .wrapper import GlobalTensor, kernel_message
 
 __all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
@@ -52,9 +52,10 @@ _cache = _Plans()
 
 
 @contextlib.contextmanager
-def fresh_plans() -> Iterator[None]:
-    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way."""
-    kept, _cache.plans = _cache.plans, {}
+def fresh_plans(plans: dict[Any, Plan] | None = None) -> Iterator[None]:
+    """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way. ``plans``: those of another
+    world, kept for the next time there."""
+    kept, _cache.plans = _cache.plans, {} if plans is None else plans
     try:
         yield
     finally:
@@ -112,6 +113,9 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     return wrapped
 
 
+_PLAIN = frozenset({int, type(None)})
+
+
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
     """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
     if any(type(a) is GlobalTensor and a._local.requires_grad for a in args):
@@ -144,22 +148,39 @@ def _autocast() -> tuple[Any, ...]:
 def _key(a: Any, free: bool) -> Any:
     """A hashable stand-in for an argument: what of it may matter to the plan."""
     t = type(a)
-    if isinstance(a, GlobalTensor):
-        return settle(a)._spec
+    if t is slice:
+        start, stop, step = a.start, a.stop, a.step
+        if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
+            return (slice, start, stop, step)
+        if any(isinstance(n, torch.Tensor) for n in (start, stop, step)):
+            return []  # its value decides the result's shape: no key, so it is planned each time
+        return (slice, _key(start, free), _key(stop, free), _key(step, free))
     if t is float or t is int or t is complex:
         return t if free else (t, a)
     if t is tuple or t is list or t is torch.Size:
-        return (t, *[_key(v, free) for v in a])
+        return (t, *[v._spec if type(v) is GlobalTensor else _key(v, free) for v in a])
+    if a is None or a is Ellipsis:
+        return a
+    if isinstance(a, GlobalTensor):
+        return settle(a)._spec
     if isinstance(a, torch.Tensor):
         return (torch.Tensor, a.shape, a.dtype)
-    if t is slice:
-        return (slice, _key(a.start, free), _key(a.stop, free), _key(a.step, free))
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])
     return a
 
 
 # ---------------------------------------------------------------------------------------------------------------- making a plan
+
+
+class _Meeting(threading.local):
+    where: Placement | None = None
+    models = 0  # in stages, that run
+    stages = 0  # that run, one within another
+
+
+#: Where operands of several placements meet, while a model that is cut into stages runs: on the stage that runs, or has run last (pipeline.py).
+meeting = _Meeting()
 
 
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
@@ -171,6 +192,8 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         where = _place_of_scalars(tensors)
         if where is not None:
             return where
+        if meeting.where is not None and not _writes(func):
+            return meeting.where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
             + "".join(f"  {p}\n" for p in found)
@@ -184,11 +207,26 @@ def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
 
     None: tensors with dims lie on several placements. Of numbers alone, all ranks that have some.
     """
-    places = list(dict.fromkeys(t._spec.placement for t in tensors if isinstance(t, GlobalTensor)))
-    sized = list(dict.fromkeys(t._spec.placement for t in tensors if isinstance(t, GlobalTensor) and t.dim()))
+    places = list(dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor)))
+    sized = list(dict.fromkeys(t._spec.shown.placement for t in tensors if isinstance(t, GlobalTensor) and t.dim()))
     if len(sized) > 1:
         return None
     return sized[0] if sized else Placement(places[0].type, sorted({r for p in places for r in p.flat}))
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _met(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` with what lies elsewhere brought to where operands meet, with its sbp as it is where that has as many axes. Raises PlacementError where
+    nothing says where."""
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    where = _common_placement(func, tensors)
+    away = [isinstance(t, GlobalTensor) and t._spec.shown.placement is not where for t in tensors]
+    these = iter([t.to_global(placement=where, sbp=layout_on(where, t.sbp)) if elsewhere else t for t, elsewhere in zip(tensors, away, strict=True)])
+    return func(*replaced(args, these), **replaced(kwargs, these))
 
 
 def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,7 +234,7 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
     tensors = tensors_in(kwargs, tensors_in(args, []))
     groups: dict[Spec, list[GlobalTensor]] = {}
     for t in tensors:
-        if isinstance(t, GlobalTensor) and t._spec.placement is not where:
+        if isinstance(t, GlobalTensor) and t._spec.shown.placement is not where:
             groups.setdefault(settle(t)._spec, []).append(t)
     brought: dict[int, torch.Tensor] = {}
     for group in groups.values():
@@ -220,7 +258,9 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
-    if any(isinstance(t, GlobalTensor) and t._spec.placement is not placement for t in tensors):
+    if any(isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors):
+        if _place_of_scalars(tensors) is None:
+            return Through(lambda *a, **k: _met(func, a, k))
         return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
@@ -292,10 +332,22 @@ def _freeze(
     flat = not done.picks and bool(args or not op.view) and all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if _torch.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
-    if flat and done.single and not rule.inplace and not done.outside and done.coordinates is None and all(r is None for r in done.routes):
+    if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
+        return done
+    if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
+    elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):
+        return Several(done)
+    elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):
+        return Listed(done)
     return done
+
+
+def _is_list(args: tuple[Any, ...]) -> bool:
+    """Whether all tensors are in the first argument, a list of global ones."""
+    first = args[0] if args else None
+    return type(first) in (tuple, list) and all(type(t) is GlobalTensor for t in first) and not tensors_in(args[1:], [])
 
 
 def _as_autocast_would(

@@ -31,6 +31,10 @@ class ScheduleError(GlobalTensorError):
     """A pipeline schedule that cannot exist, cannot be read or would not end."""
 
 
+class ClusterError(GlobalTensorError):
+    """A description of a cluster that cannot be read."""
+
+
 class InplaceError(SbpError):
     """An in-place op that would need the sbp of its target changed."""
 

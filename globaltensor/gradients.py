@@ -18,13 +18,13 @@ from .dispatch import HANDLERS
 from .distributed.world import world
 from .errors import KernelError, SbpError
 from .plans import promote
-from .rules.quotient import Quotient
+from .rules.quotient import Count, Quotient
 from .sbp import broadcast
 from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["backward", "get_grad", "grad", "local_grad", "set_grad"]
+__all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"]
 
 # ---------------------------------------------------------------------------------------------------------------- .grad
 
@@ -192,15 +192,28 @@ def _presented(x: Any, g: torch.Tensor | None) -> Any:
 
 
 def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
-    here = reducer.reducer()
-    if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or here.watched):
-        total, start, here.owed = self.owed()
-        try:
-            run([total._local], [seed(total, None) * start], retain_graph, False, None)
-        finally:
-            here.owed = None
-        return
+    if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or _torch.function_mode_on()):
+        total, count = self.owed()
+        # Elsewhere are leaves that a rank sums which does not know the count.
+        if not reducer.reducer().watched and len(total._spec.placement.flat) == world().size:
+            run_owing(total._local, seed(total, None), count, retain_graph)
+            return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_graph: bool | None) -> None:
+    """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
+    here = reducer.reducer()
+    if here.watched:
+        found = count()
+        run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
+        return
+    here.owed, here.asked = count, False
+    try:
+        run([total], [start / count.bound], retain_graph, False, None)
+    finally:
+        here.owed = None
+        count.drop()
 
 
 def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from .convert import check_placement
 from .distributed.world import world
 from .errors import SbpError, ShapeError
@@ -66,6 +67,8 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
             kept.append(old)
             done[id(old)] = _made(old, placement, plans[path])
         held[name] = done[id(old)]
+    for part in self.modules():
+        _torch.refresh_weights(part)
     return self
 
 
@@ -117,6 +120,8 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
                 local = unfolded(old)._local.detach()
                 done[id(old)] = torch.nn.Parameter(local, old.requires_grad) if isinstance(old, torch.nn.Parameter) else local
             held[name] = done[id(old)]
+    for part in self.modules():
+        _torch.refresh_weights(part)
     return self
 
 

@@ -28,7 +28,7 @@ from .wrapper import GlobalTensor
 
 __all__ = ["ELEMENTWISE", "install", "relay"]
 
-ELEMENTWISE = frozenset({SGD, ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+ELEMENTWISE = {SGD, ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}  # v0 adds its own
 FUSED = frozenset({SGD, Adagrad, Adam, AdamW})  # torch has a kernel for the whole step, on the cpu too
 _EXACT = frozenset({torch.float32, torch.float64})  # of narrower numbers the loop rounds each op's result, the kernel only the last
 
@@ -149,16 +149,25 @@ class _Swap:
         lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
         members: list[tuple[GlobalTensor, Stored]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
+        seen: Spec | None = None  # the last one found ordinary: mostly that of the next parameter too, or of one of its shape
         for params in lists:
             for p in params:
-                if not isinstance(p, GlobalTensor) or not _ordinary(p, rank):
+                if not isinstance(p, GlobalTensor):
                     return
-                alike, grad = local_grad(p)
-                if not alike:
-                    return
+                spec = p._spec
+                if spec is not seen:
+                    if not _ordinary(p, rank):
+                        return
+                    seen = spec if rank in spec.placement._coordinates else None
+                leaf = p._leaf
+                if leaf is not None and leaf.local.grad is None and "_kept_grad" not in p.__dict__:
+                    grad = leaf.value  # as `local_grad` says
+                else:
+                    alike, grad = local_grad(p)
+                    if not alike:
+                        return
                 if grad is not None:
-                    spec = stepped(p)
-                    if spec is not p._spec and rank in spec.placement._coordinates:
+                    if p._shard is not None and (spec := stepped(p)) is not p._spec and rank in spec.placement._coordinates:
                         members.append((p, spec))  # type: ignore[arg-type]
                         if p._grad_shard is None:
                             grad = grad[spec.share(rank, rank)].contiguous()  # type: ignore[attr-defined]
@@ -168,15 +177,19 @@ class _Swap:
         shares = _Shares(self.places if members else None)
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        known_of, parts = optimizer.state, shares.parts
         for p, spec, grad in found:
-            part = shares.parts.get(id(p), p._local)
-            if part.grad is not grad:
+            part = parts.get(id(p), p._local) if parts else p._local
+            held = part.grad
+            if held is not grad:
                 grads.append((part, grad))
-            if known := optimizer.state.get(p):
+                before.append((part, held))
+            if known := known_of.get(p):
                 state[part] = self._localised(p, spec, known)
         # From here on nothing fails.
         self.shares = shares
-        self.before = lists, optimizer.state, [(part, part.grad) for part, _ in grads]
+        self.before = lists, optimizer.state, before
         for part, grad in grads:
             part.grad = grad
         for group, params in zip(optimizer.param_groups, lists, strict=True):
@@ -209,12 +222,15 @@ class _Swap:
         for group in self.fused:
             group["fused"] = None
         self.fused = []
+        twins, parts = self.twins, self.shares.parts
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
             for p in params:
-                part = self.shares.parts.get(id(p), p._local)
+                part = parts.get(id(p), p._local) if parts else p._local
                 if mine := mine_of.get(part):
-                    self._globalised(p, part, mine, state)
+                    twin = twins.get(id(p))
+                    if twin is None or twin[1] is not mine or list(map(id, mine.values())) != list(map(id, twin[2].values())):
+                        self._globalised(p, part, mine, state)
         for part, grad in grads:
             part.grad = grad
         shares, self.shares = self.shares, _Shares()

@@ -25,6 +25,11 @@ from .wrapper import GlobalTensor
 __all__ = ["PLANS", "parallelize"]
 
 
+#: What lays a model out by a search, (model, placement, inputs) -> model, under str; or by a plan, (model, placement, plan) -> model, under the plan's class.
+#: Set by globaltensor.auto.
+SEARCHED: dict[type, Callable[[nn.Module, Placement, Any], nn.Module]] = {}
+
+
 class Recipe(NamedTuple):
     """A plan on one axis of the placement."""
 
@@ -34,7 +39,7 @@ class Recipe(NamedTuple):
     in_time: bool = False  # partial results are split in time, not made whole
 
 
-def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | Sequence[str]) -> nn.Module:
+def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | Sequence[str] | Any, *, inputs: Any = None) -> nn.Module:
     """Make every parameter and buffer of ``model`` global on ``placement``, in place; returns the model, its class, methods and parameter names unchanged.
 
     ``plan``:
@@ -48,6 +53,10 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     - ``"expert"``: modules of experts are split over their experts, and all else is as in data: tokens go to the ranks of their experts and come back, by one
       all-to-all each way. Give the batch as ``split(0)``; of one given as ``broadcast`` each rank computes its experts' share. (Lepikhin et al. 2021, GShard.)
     - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second; give the batch as ``[split(0), broadcast]``.
+    - ``"auto"``: what a search finds best for this model on this placement (`flow.auto`), for ``inputs`` (a tuple of example arguments), or those of its first
+      call; give the batch in any layout.
+    - a plan, from ``flow.auto.plan`` or ``flow.auto.load_plan``, for as many ranks as the placement has: layouts, and stages if it has several. Micro-batches,
+      schedule and ZeRO are taken by ``graph.config.follow(plan)``.
     - one name for each axis, ``["fsdp", "tensor"]``; on several axes ``"tensor"``, ``"sequence"`` or ``"expert"`` alone means data over all but the last.
     - anything that ``module.to_global`` takes as sbp: path patterns ``{"*.q_proj.weight": split(0), "*": broadcast}``, a callable ``(path, tensor) -> sbp``.
 
@@ -62,6 +71,10 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     (globaltensor.sbp.split(dim=0),)
     """
     check_placement(placement)
+    if plan == "auto":
+        return SEARCHED[str](_dispatched(model), placement, inputs)
+    if type(plan) in SEARCHED and not isinstance(plan, str):
+        return SEARCHED[type(plan)](_dispatched(model), placement, plan)
     names = _names(plan, placement.axes)
     if names is None:
         module_to_global(model, placement, plan)  # type: ignore[arg-type]
@@ -138,7 +151,8 @@ def _names(plan: Any, axes: int) -> list[str] | None:
         given = given * axes
     unknown = [name for name in given if name not in PLANS]
     if unknown:
-        raise SbpError(f"unknown plan {unknown[0]!r}: there are {', '.join(map(repr, [*PLANS, 'hybrid']))}, a list of these for the axes, and path patterns")
+        known = ", ".join(map(repr, [*PLANS, "hybrid", "auto"]))
+        raise SbpError(f"unknown plan {unknown[0]!r}: there are {known}, a list of these for the axes, and path patterns")
     if len(given) != axes:
         raise SbpError(f"the plan names {len(given)} axes ({', '.join(given)}), the placement has {axes}")
     return given

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from . import _torch
+from .dispatch import meeting
 from .errors import GlobalTensorError
 from .graph.blocks import Block
 from .graph.nest import replaced, tensors_in
@@ -15,6 +16,7 @@ from .graph.pipeline import *  # noqa: F403
 from .modules import module_to_global
 from .placement import Placement
 from .sbp import broadcast
+from .spec import layout_on
 from .wrapper import GlobalTensor
 
 __all__ = ["cut"]
@@ -26,7 +28,8 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
     ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model (``named_modules``), in which they must run. None: the
     largest ``ModuleList`` or ``Sequential`` is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands before it goes to
     the first stage, what comes after to the last. ``sbp``: as for ``module.to_global``, paths being those in ``model``; one for all stages.
-    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph the model runs its stages one after the other.
+    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph the model runs its stages one after the other,
+    and what its forward computes between them from tensors of several stages (a skip connection, a loss) takes place in the stage that ran last.
     Raises GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks than stages.
 
     >>> import globaltensor as flow
@@ -50,42 +53,114 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
     if places != sorted(set(places)):
         raise GlobalTensorError(f"pipeline.cut: at= must name submodules in the order of the model, each once; got {', '.join(map(repr, begins))}")
     stage_of = {path: sum(i >= place for place in places) for i, path in enumerate(order)}
-    done: dict[int, tuple[Any, Any]] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
     beside = {begin.rpartition(".")[0] for begin in begins}
     parts = [(path, module) for path, module in model.named_modules() if path and _outermost(path, begins)]
     # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever it is used.
     parts = [(path, m) for path, m in parts if next(m.parameters(), None) is not None or path.rpartition(".")[0] in beside]
-    for path, module in parts:
-        stage = stage_of[path]
+    return staged(model, placements, [(path, stage_of[path]) for path, _ in parts], sbp)
+
+
+def staged(model: torch.nn.Module, placements: Sequence[Placement], parts: Sequence[tuple[str, int]], sbp: Any) -> torch.nn.Module:
+    """Put submodules, none within another, into stages, in place: (path, stage), those of stage 0 first where a weight is tied. What holds them, and is none
+    of them, has its own tensors in stage 0."""
+    done: dict[int, tuple[Any, Any]] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
+    inside = set()
+    for path, stage in parts:
+        module = model.get_submodule(path)
+        inside.update(f"{path}.{name}".rstrip(".") for name, _ in module.named_modules())
         _place(module, path, placements[stage], sbp, done)
-        block = Block()
-        block.set_stage(stage, placements[stage])
-        module.__dict__["_stage"] = block
-        module.register_forward_pre_hook(_enter, with_kwargs=True)
-        module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
-    _place(model, "", placements[0], sbp, done, recurse=False)
+        for each in _running(module):
+            block = Block()
+            block.set_stage(stage, placements[stage])
+            each.__dict__["_stage"] = block
+            each.register_forward_pre_hook(_enter, with_kwargs=True)
+            each.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+    for path, module in model.named_modules():
+        if path not in inside:
+            _place(module, path, placements[0], sbp, done, recurse=False)
+    model.register_forward_pre_hook(_Begin(placements[0]), prepend=True)
+    model.register_forward_hook(_end, always_call=True)
     return model
+
+
+def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The module, or the modules in a list that itself is never called."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for child in module.children():
+            yield from _running(child)
+    else:
+        yield module
+
+
+class _Begin:
+    """A forward pre-hook of a model in stages: from here on an op whose operands lie in several of them takes place where the stage lies that ran last."""
+
+    def __init__(self, first: Placement) -> None:
+        self.first = first
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        before = module.__dict__.setdefault("_met_before", [])
+        if before:  # an interrupt has left the pass before without its end
+            before.clear()
+            meeting.models = meeting.stages = 0
+            meeting.where = None
+        before.append(meeting.where)
+        meeting.models += 1
+        meeting.where = None if _torch.function_mode_on() else self.first  # under capture that is the graph's affair (graph/record.py)
+
+
+def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
+    meeting.where = module.__dict__["_met_before"].pop()
+    meeting.models -= 1
 
 
 def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair (graph/watch.py)."""
     if _torch.function_mode_on():
         return None
+    _given_back(module)  # what an interrupt has left
     where = module.__dict__["_stage"].placement
+    entered: list[Any] = module.__dict__.setdefault("_entered", [])
+    entered.append(meeting.where)
+    meeting.where, meeting.stages = where, meeting.stages + 1
     borrowed = module.__dict__.setdefault("_borrowed", [])
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, t in held.items():
                 if isinstance(t, GlobalTensor) and t.placement is not where:
-                    borrowed.append((held, name, t))
-                    held[name] = t.to_global(placement=where)
-    these = iter([t.to_global(placement=where) if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))])
+                    # What training writes into a buffer goes back.
+                    borrowed.append((held, name, t, held is part._buffers and part.training))
+                    held[name] = _brought(t, where)
+    these = iter([_brought(t, where) for t in tensors_in(kwargs, tensors_in(args, []))])
     return replaced(args, these), replaced(kwargs, these)
 
 
+def _brought(t: Any, where: Placement) -> Any:
+    return t.to_global(placement=where, sbp=layout_on(where, t.sbp)) if isinstance(t, GlobalTensor) and t.placement is not where else t
+
+
 def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    for held, name, t in reversed(module.__dict__.pop("_borrowed", [])):
-        held[name] = t
+    _given_back(module, True)
+    entered = module.__dict__.get("_entered")
+    if not entered:
+        return  # it ran under capture
+    before = entered.pop()
+    meeting.stages -= 1
+    if meeting.stages or not meeting.models:
+        meeting.where = before  # within another stage that one goes on; between the stages of a model the last that ran counts
+
+
+def _given_back(module: torch.nn.Module, written: bool = False) -> None:
+    """Put what a stage has borrowed back to its place; ``written``: with what it has written into buffers."""
+    for held, name, t, buffer in reversed(module.__dict__.pop("_borrowed", [])):
+        lent, held[name] = held[name], t
+        if written and buffer and isinstance(lent, GlobalTensor):
+            with torch.no_grad():
+                value = lent.detach().to_global(placement=t.placement, sbp=layout_on(t.placement, t.sbp))
+                if value.shape == t.shape:
+                    t.copy_(value)
+                else:
+                    held[name] = value
 
 
 def _outermost(path: str, begins: Sequence[str]) -> bool:
@@ -109,7 +184,7 @@ def _place(module: torch.nn.Module, path: str, placement: Placement, sbp: Any, d
                     continue
                 if id(t) not in done:
                     full = ".".join(piece for piece in (path, prefix, name) if piece)
-                    done[id(t)] = (t, _global(t, placement, sbp_for(sbp, full, t, placement.axes)))
+                    done[id(t)] = (t, _global(t, placement, sbp_for([broadcast] * placement.axes if sbp is broadcast else sbp, full, t, placement.axes)))
                 held[name] = done[id(t)][1]
 
 

@@ -26,11 +26,12 @@ class Placement:
     (2, 2)
     """
 
-    __slots__ = ("_coordinates", "_ranks_array", "flat", "shape", "type")
+    __slots__ = ("_coordinates", "_fibers", "_ranks_array", "flat", "shape", "type")
     type: str
     flat: tuple[int, ...]
     shape: tuple[int, ...]
     _coordinates: dict[int, tuple[int, ...]]
+    _fibers: dict[tuple[int, ...], tuple[int, ...]]
     _ranks_array: np.ndarray[Any, np.dtype[np.int64]]
     _interned: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Placement] = {}
 
@@ -68,6 +69,7 @@ class Placement:
             set_(found, "shape", tuple(int(n) for n in shape))
             set_(found, "_ranks_array", array)
             set_(found, "_coordinates", {int(r): tuple(int(c) for c in index) for index, r in np.ndenumerate(array)})
+            set_(found, "_fibers", {})
             found = cls._interned.setdefault(key, found)
         return found
 
@@ -102,11 +104,15 @@ class Placement:
 
     def fiber(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
         """The ranks met by walking from ``rank`` along ``axes`` (the first is the slowest), itself included."""
-        where = self._coordinates[rank]
-        index = tuple(slice(None) if a in axes else where[a] for a in range(len(self.shape)))
-        block = self._ranks_array[index]
-        order = sorted(axes)
-        return tuple(int(r) for r in np.transpose(block, [order.index(a) for a in axes]).ravel())
+        key = rank, *axes
+        found = self._fibers.get(key)
+        if found is None:
+            where = self._coordinates[rank]
+            index = tuple(slice(None) if a in axes else where[a] for a in range(len(self.shape)))
+            block = self._ranks_array[index]
+            order = sorted(axes)
+            found = self._fibers[key] = tuple(int(r) for r in np.transpose(block, [order.index(a) for a in axes]).ravel())
+        return found
 
     def with_type(self, type: str) -> Placement:
         """The same ranks on another device type."""

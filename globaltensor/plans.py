@@ -19,8 +19,8 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Moved", "Plan", "Through", "Whole", "check_view", "describe_call", "inplace_error", "name_of", "promote", "replaced",
-    "tensors_in", "written",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "check_view", "describe_call", "inplace_error", "name_of", "promote",
+    "replaced", "tensors_in", "written",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -227,6 +227,45 @@ class Boxed(Plan):
         return out
 
 
+class Listed(Plan):
+    """Operands fit and stand in a list, the first argument (cat, stack); one tensor comes out."""
+
+    __slots__ = ()
+
+    def __init__(self, planned: Boxed) -> None:
+        super().__init__()
+        self.function, self.out = planned.function, planned.outs[0]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands, *others = args
+        locals_ = type(operands)([t._local for t in operands])
+        if self.function is None:
+            return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
+        return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
+
+
+class Several(Plan):
+    """Operands fit and stand flat among the arguments; several tensors come out (split, chunk, topk)."""
+
+    __slots__ = ("kind", "outs")
+
+    def __init__(self, planned: Boxed) -> None:
+        super().__init__()
+        self.function, self.outs, self.view, self.kind = planned.function, planned.outs, planned.view, type(planned.structure)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_args = tuple([a._local if isinstance(a, GlobalTensor) else a for a in args])
+        local_kwargs = {k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()}
+        out = func(*local_args, **local_kwargs) if self.function is None else apply(self.function, local_args, local_kwargs)
+        wrapped = [GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)]  # type: ignore[arg-type]
+        if self.view:
+            stale = args[0]._stale
+            args[0]._aliased = True
+            for t in wrapped:
+                t._stale, t._aliased = stale, not stale
+        return self.kind(wrapped)
+
+
 class Moved(Boxed):
     """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
 
@@ -366,12 +405,14 @@ class _Border(torch.autograd.Function):
 
 def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     """A plain tensor among global ones -> the local part of a broadcast one."""
+    graph = tensor.requires_grad and torch.is_grad_enabled()
+    if graph:
+        watch()
     where = spec.placement.coordinate(world().rank)
     if where is None:
-        return torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad and torch.is_grad_enabled())
+        return torch.empty(0, dtype=tensor.dtype, requires_grad=graph)
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(world().device(spec.placement.type))
-    if tensor.requires_grad and torch.is_grad_enabled():
-        watch()
+    if graph:
         return _Border.apply(tensor, spec)  # type: ignore[no-any-return]
     return tensor

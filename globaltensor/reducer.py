@@ -12,19 +12,20 @@ import math
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from . import _torch
 from .boxing import box
 from .buckets import Buckets
-from .distributed.world import World, world
+from .distributed.world import world
 from .errors import GlobalTensorError
+from .placement import Placement
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
-__all__ = ["LeafGradient", "Reducer", "attach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch"]
+__all__ = ["LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch"]
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
@@ -58,6 +59,7 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
+        self._sizes: dict[torch.dtype, tuple[int, tuple[Any, ...]]] = {}  # see `size`
         #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
         self.cuts: list[tuple[slice, ...]] = []
         self.part: tuple[int, ...] = ()
@@ -67,6 +69,7 @@ class LeafGradient:
 
     def keep(self, shares: Stored | None) -> None:
         """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
+        self._sizes.clear()
         placement, rank = self.spec.placement, world().rank
         if shares is not None:
             self.kept, self.ranks, self.way = shares, shares.ranks(rank), (shares.placement, shares.axes, True)
@@ -80,6 +83,19 @@ class LeafGradient:
     def key(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """What gradients must have in common to go in one bucket."""
         return (self.way, dtype if self.reduce_dtype is None or not dtype.is_floating_point else self.reduce_dtype, dtype, self.local.device)
+
+    def size(self, dtype: torch.dtype) -> tuple[int, tuple[Any, ...]]:
+        """(bytes, key) of a gradient of this dtype in a bucket."""
+        found = self._sizes.get(dtype)
+        if found is None:
+            key = self.key(dtype)
+            found = self._sizes[dtype] = (self.local.numel() * key[1].itemsize, key)
+        return found
+
+    def sum_in(self, dtype: torch.dtype | None) -> None:
+        """From now on it is summed in this dtype; None: in its own."""
+        self.reduce_dtype = dtype
+        self._sizes.clear()
 
     def arrived(self, local: torch.Tensor) -> None:
         """Torch has put a contribution into the local tensor's ``.grad``."""
@@ -108,6 +124,24 @@ class LeafGradient:
         return self.value
 
 
+class Owed(Protocol):
+    """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to tell each other first (rules/quotient.py)."""
+
+    riding: bool  # whether it travels with gradients
+
+    def factor(self) -> float:
+        """The number. Waits for the others; collective where nothing has been started."""
+
+    def start(self) -> None:
+        """Begin to tell. Collective, once."""
+
+    def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """One element to be summed with the first gradients that leave; None where it is told otherwise."""
+
+    def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
+        """That is under way: after ``wait()`` it is in ``cell``."""
+
+
 class Reducer:
     """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
 
@@ -117,12 +151,14 @@ class Reducer:
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
         self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
         self.numbers = 0
-        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any]] = []
-        self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype, float]] = deque()  # buckets of shares
+        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any, bool]] = []  # the last: whether its factor is still to come
+        self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = deque()  # buckets of shares
         self.finished: list[LeafGradient] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
-        self.owed: Callable[[], float] | None = None  # what every gradient of the pass under way has yet to be multiplied by (rules/quotient.py)
+        self.owed: Owed | None = None  # what every gradient of the pass under way has yet to be multiplied by
+        self.rides = False  # whether such numbers may travel with gradients (`counts_ride`)
+        self.asked = False  # for the last such number before a backward pass could bring it
         self.watched = False  # gradients may be seen before they come here (hooks, leaves of other kinds): none may be owed anything
 
     def number(self) -> int:
@@ -139,25 +175,20 @@ class Reducer:
             _torch.queue_backward_callback(self.finish)
 
     def add(self, leaf: LeafGradient) -> None:
-        self.at_end()
+        if not self.queued:
+            self.at_end()
         grad = leaf.take()
         if grad is None:
             return
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
             self.alone.append((leaf, grad))
             return
-        for bucket in self.buckets.add(leaf.number, (leaf, grad), *self.size(leaf, grad.dtype)):
+        for bucket in self.buckets.add(leaf.number, (leaf, grad), *leaf.size(grad.dtype)):
             self.send(bucket)
-
-    @staticmethod
-    def size(leaf: LeafGradient, dtype: torch.dtype) -> tuple[int, tuple[Any, ...]]:
-        """(bytes, key) of a gradient of this dtype in a bucket."""
-        key = leaf.key(dtype)
-        return leaf.local.numel() * key[1].itemsize, key
 
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
         """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
-        sizes = {leaf.number: self.size(leaf, leaf.local.dtype) for leaf in leaves}
+        sizes = {leaf.number: leaf.size(leaf.local.dtype) for leaf in leaves}
         self.buckets.expect({n: (1, *size) for n, size in sizes.items()}, {key: limit for _, key in sizes.values() if key[0][2]})
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
@@ -169,16 +200,18 @@ class Reducer:
         torch.cat(parts, out=flat)
         chunks = flat.split_with_sizes([sum(p.numel() for p in parts[i : i + len(bucket)]) for i in range(0, len(parts), len(bucket))])
         bucket.clear()
+        if self.owed is not None:
+            self.owed.start()
         handle = world().comm(first.ranks).reduce_scatter_async(chunks, "sum")
-        self.under_way.append((leaves, handle, dtype, self.factor()))
+        self.under_way.append((leaves, handle, dtype))
         while len(self.under_way) > _UNDER_WAY:
             self.receive()
 
     def receive(self) -> None:
         """Wait for the bucket of shares that was sent first."""
-        leaves, handle, dtype, factor = self.under_way.popleft()
+        leaves, handle, dtype = self.under_way.popleft()
         handle.wait()
-        value, at = handle.value if factor == 1 else handle.value * factor, 0
+        value, at = handle.value if (factor := self.factor()) == 1 else handle.value * factor, 0
         for leaf in leaves:
             n = math.prod(leaf.part)
             leaf.put(value[at : at + n].view(leaf.part).to(dtype))
@@ -188,32 +221,36 @@ class Reducer:
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         if isinstance(bucket[0][0].kept, Stored):
             return self.scatter(bucket)
-        parts, kind = [g.reshape(-1) for _, g in bucket], dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
+        way, parts, kind = bucket[0][0].way, [g.reshape(-1) for _, g in bucket], dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
+        rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None and self.rides else None
+        if rider is not None:
+            parts.append(rider)
         # Gradients stay where they were summed. Memory that is touched for the first time costs more than a copy: it serves again once they have been let go.
-        key, size = (bucket[0][0].way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
+        key, size = (way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
         flat = self.flats.get(key)
         if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
             flat = self.flats[key] = torch.empty(size, dtype=kind, device=parts[0].device)
         torch.cat(parts, out=flat)
-        if (factor := self.factor()) != 1:
+        # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
+        later = rider is not None or (self.owed is not None and self.owed.riding)
+        if not later and (factor := self.factor()) != 1:
             flat *= factor
         handle = world().comm(bucket[0][0].ranks).all_reduce_async(flat, "sum") if flat.numel() else None
-        self.sent.append((bucket, flat, handle))
+        if rider is not None and self.owed is not None and handle is not None:
+            self.owed.ride(handle.wait, flat[-1:])
+            flat = flat[:-1]
+        self.sent.append((bucket, flat, handle, later))
         return None
 
     def factor(self) -> float:
         """What the gradients of this pass have to be multiplied by."""
-        if self.owed is not None:
-            known = self.owed()
-            self.owed = lambda: known
-            return known
-        return 1.0
+        return 1.0 if self.owed is None else self.owed.factor()
 
     def abort(self) -> None:
         """A backward pass has failed: what it had collected is dropped, so that the next one starts afresh."""
         self.queued = False
         self.buckets.drop()
-        self.before, self.sent, self.finished, self.alone, self.owed = [], [], [], [], None
+        self.before, self.sent, self.finished, self.alone = [], [], [], []
         self.under_way.clear()
 
     def finish(self) -> None:
@@ -225,12 +262,14 @@ class Reducer:
                 self.send(rest)
             while self.under_way:
                 self.receive()
-            for bucket, flat, handle in self.sent:
+            for bucket, flat, handle, later in self.sent:
                 if handle is not None:
                     handle.wait()
-                for (leaf, grad), part in zip(bucket, flat.split_with_sizes([grad.numel() for _, grad in bucket]), strict=True):
-                    part = part.view(grad.shape)
-                    leaf.put(part if part.dtype is grad.dtype and grad.is_contiguous() else grad.copy_(part))
+                if later and (factor := self.factor()) != 1:
+                    flat *= factor
+                same = flat.dtype is bucket[0][1].dtype
+                for (leaf, grad), part in zip(bucket, _torch.parts_of(flat, [grad for _, grad in bucket]), strict=True):
+                    leaf.put(part if same and grad.is_contiguous() else grad.copy_(part))
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
@@ -238,7 +277,7 @@ class Reducer:
                     leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)
             for leaf in self.finished:
-                owner = leaf.owner()
+                owner = leaf.owner() if leaf.hooks else None
                 if owner is not None:
                     for hook in list(leaf.hooks.values()):
                         hook(owner)
@@ -246,16 +285,13 @@ class Reducer:
             self.abort()
 
 
-_REDUCERS: weakref.WeakKeyDictionary[World, Reducer] = weakref.WeakKeyDictionary()
-
-
 def reducer() -> Reducer:
     """The reducer of this rank."""
     here = world()
-    found = _REDUCERS.get(here)
+    found = here.reducer
     if found is None:
-        found = _REDUCERS[here] = Reducer()
-    return found
+        found = here.reducer = Reducer()
+    return found  # type: ignore[no-any-return]
 
 
 def settle(leaves: Iterable[torch.Tensor]) -> None:
@@ -302,7 +338,7 @@ def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
         if isinstance(p, GlobalTensor):
             p._reduce_dtype = dtype
             if p._leaf is not None:
-                p._leaf.reduce_dtype = dtype
+                p._leaf.sum_in(dtype)
     return target
 
 
@@ -311,13 +347,22 @@ def watch() -> None:
     reducer().watched = True
 
 
+def counts_ride(mode: bool = True) -> None:
+    """Let the number of targets that a mean loss divides by travel with the gradients of its backward pass: one collective less in each data-parallel step.
+
+    It is a promise of the program that all ranks do the same with losses and gradients on their way: before a backward pass all or none read the loss
+    (``to_local``), hook into tensors or ask for ``grad_fn``. Off unless called; static graphs need no promise, their ranks run the same program. All ranks must
+    call it alike.
+    """
+    reducer().rides = bool(mode)
+
+
 def attach(leaf: GlobalTensor) -> None:
     """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
     leaf._leaf = None
-    spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too: all must agree
-    if spec.placement.coordinate(world().rank) is None or not leaf._local.is_leaf:
-        return
-    if any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout)):
-        leaf._leaf = LeafGradient(leaf, number)
-    else:
+    spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too, and watch: all must agree
+    shared = any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout))
+    if not shared:
         watch()
+    elif leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
+        leaf._leaf = LeafGradient(leaf, number)

@@ -15,10 +15,15 @@ from .errors import SbpError
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
-__all__ = ["Spec", "Stored", "pieces"]
+__all__ = ["Spec", "Stored", "layout_on", "pieces"]
 
 # setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
 _interning = threading.Lock()
+
+
+def layout_on(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
+    """How what lies as ``layout`` is to lie on another placement: alike where that has as many axes, else whole on all its ranks."""
+    return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
 
 
 @lru_cache(maxsize=1 << 14)

@@ -67,11 +67,13 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
     spec = gather_specs(self, placement, layout, check_meta)
-    if placement.coordinate(world().rank) is None:
-        return GlobalTensor.wrap(placeholder(spec).requires_grad_(self.requires_grad and torch.is_grad_enabled()), spec)
-    local = self.to(world().device(placement.type), copy=copy)
-    if local.requires_grad and torch.is_grad_enabled():
+    graph = self.requires_grad and torch.is_grad_enabled()
+    if graph:
         reducer.watch()
+    if placement.coordinate(world().rank) is None:
+        return GlobalTensor.wrap(placeholder(spec).requires_grad_(graph), spec)
+    local = self.to(world().device(placement.type), copy=copy)
+    if graph:
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
     else:
         out = GlobalTensor.wrap(_equalised(local.detach(), spec), spec)
@@ -140,13 +142,10 @@ class _ToLocal(torch.autograd.Function):
 
 
 def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
-    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares.
-
-    ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are
-    summed; where every rank computes the same from it, say ``grad_sbp=broadcast``.
+    """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares, and,
+    where `counts_ride`, for a mean loss before its backward pass. ``grad_sbp``: how the gradients that come back on the ranks belong together. Default: the
+    dual of the sbp, so of a broadcast tensor they are summed; where every rank computes the same from it, say ``grad_sbp=broadcast``.
     """
-    if self._local.requires_grad:
-        reducer.watch()
     self = sharded.unfolded(self)
     if grad_sbp is not None:
         grad = self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))

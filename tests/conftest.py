@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from support import hosts, launched, mpi, pool, program, scripts
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
@@ -50,8 +53,40 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
         return made[-1]
 
     yield make
-    for pool in made:
-        pool.close()
+    for each in made:
+        each.close()
+
+
+#: What starts processes, or runs on the shared ones.
+STARTERS = {id(thing) for module in (hosts, launched, mpi, pool, program, scripts, subprocess) for thing in vars(module).values() if callable(thing)}
+STARTERS.add(id(subprocess))
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them: one after another, with one pool for all."""
+    known: dict[Any, bool] = {}
+    for item in items:
+        function = getattr(item, "function", None)
+        if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (function is not None and starts_processes(function, known)):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def starts_processes(function: Any, known: dict[Any, bool]) -> bool:
+    """Whether a function of a test file names, itself or through others of that file, something that starts processes."""
+    function = getattr(function, "__wrapped__", function)
+    if not isinstance(function, FunctionType):
+        return False
+    if function not in known:
+        known[function] = False
+        here = [function.__globals__[name] for name in names(function.__code__) if name in function.__globals__]
+        mine = [f for f in here if isinstance(f, FunctionType) and f.__globals__ is function.__globals__]
+        known[function] = any(id(thing) in STARTERS for thing in here) or any(starts_processes(f, known) for f in mine)
+    return known[function]
+
+
+def names(code: CodeType) -> set[str]:
+    inner = [names(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def pytest_sessionfinish() -> None:

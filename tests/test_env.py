@@ -52,12 +52,21 @@ def test_each_way_to_start(variables: dict[str, str], expected: Detected) -> Non
     assert detect(variables) == expected
 
 
-def test_the_port_follows_from_the_job_and_is_alike_on_all_ranks() -> None:
+def started(rank: int, job: str, nodes: int = 1, **more: str) -> Detected:
+    names = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(2 // nodes), "PMIX_NAMESPACE": job, **more}
+    found = detect({"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", **names})
+    assert found is not None
+    return found
+
+
+def test_ranks_of_one_node_meet_by_the_name_of_their_job() -> None:
+    assert (started(1, "job-1").port, started(1, "job-1").job) == (0, "job-1")
+    assert (started(1, "job-1", MASTER_PORT="9").port, started(1, "job-1", MASTER_PORT="9").job) == (9, "")
+
+
+def test_the_port_of_several_nodes_follows_from_the_job_and_is_alike_on_all_ranks() -> None:
     def port(rank: int, job: str) -> int:
-        names = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": job}
-        found = detect({"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", **names})
-        assert found is not None
-        return found.port
+        return started(rank, job, 2, OMPI_COMM_WORLD_LOCAL_RANK="0", MASTER_ADDR="10.0.0.1").port
 
     assert port(0, "job-1") == port(1, "job-1") != port(0, "job-2")
     assert 61440 <= port(0, "job-1") < 1 << 16

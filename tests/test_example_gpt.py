@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ["data", "tensor", "sequence", "fsdp", "hybrid"]
@@ -70,7 +71,7 @@ def launch(nproc: int, seconds: float, *arguments: str) -> None:
     """Run this file on several processes; whatever happens, none is left behind."""
     command = [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", str(nproc), __file__, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-    ranks = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ranks = subprocess.Popen(command, env=environment, cwd=arguments[0], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         printed, _ = ranks.communicate(timeout=seconds)
     finally:
@@ -99,7 +100,28 @@ def compare(directory: Path, nproc: int, modes: Sequence[str], options: Sequence
 
 
 def test_every_mode_equals_single(tmp_path: Path) -> None:
-    compare(tmp_path, 2, [*MODES, *STAGES, "data --graph"])
+    compare(tmp_path, 2, [*MODES, *STAGES, "data --graph", "auto", "auto --graph"], seconds=240.0)
+
+
+@pytest.mark.slow
+def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
+    """Two stages and three micro-batches, which nobody would search for here: the file alone says so."""
+    from globaltensor.auto.everything import Space, everything
+    from globaltensor.auto.formulate import Options
+    from globaltensor.auto.trace import calls_of_model
+    from globaltensor.cluster import Cluster
+
+    with torch.device("meta"):
+        model = example().GPT(2, 32, 4, 16).double()
+
+    def calls(rows: int) -> Any:
+        return calls_of_model(model, (torch.empty(rows, 16, dtype=torch.long, device="meta"),))
+
+    space = Space(stages=[2], micro_batches=[3], meshes=[(1,)], schedules=("zb-h1",))
+    plan = everything(calls, 6, Cluster.preset("cpu").with_size(2), 2, Options(), space)
+    assert len(plan.choices["stages"]) == 2
+    plan.save(tmp_path / "plan.json")
+    compare(tmp_path, 2, ["auto --plan plan.json", "auto --graph --plan plan.json"], [{"5": "6"}.get(word, word) for word in SMALL])
 
 
 @pytest.mark.slow

@@ -421,13 +421,21 @@ def ids(*shape: int, sbp: Any, seed: int = 3) -> Any:
     return spread(torch.randint(-1, 11, shape, generator=torch.Generator().manual_seed(seed)), sbp)
 
 
+def mean_loss(m: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(m(x.clamp(min=0)).flatten(0, 1), y.flatten(), ignore_index=-1)
+
+
+def calls(loss: Loss) -> list[str]:
+    """The calls of the program of a step with this loss, some targets ignored, in order."""
+    _, graph = both(Words, loss, ids(5, 3, sbp=S(0)), ids(5, 3, sbp=S(0), seed=4))
+    return [n.target.__name__ if not isinstance(n.target, str) else n.target for n in graph.graph.nodes if n.op.startswith("call")]
+
+
 def test_the_count_of_a_split_batch_is_on_its_way_from_the_start() -> None:
-    def loss(m: Any, x: Any, y: Any) -> Any:
-        return F.cross_entropy(m(x.clamp(min=0)).flatten(0, 1), y.flatten(), ignore_index=-1)
+    """Where it is wanted before gradients can bring it."""
 
     def body() -> None:
-        _, graph = both(Words, loss, ids(5, 3, sbp=S(0)), ids(5, 3, sbp=S(0), seed=4))
-        names = [n.target.__name__ if not isinstance(n.target, str) else n.target for n in graph.graph.nodes if n.op.startswith("call")]
+        names = calls(lambda m, x, y: mean_loss(m, x, y) * 2)
         at = {name: i for i, name in enumerate(names)}
         assert at["begin_all_reduce"] < at["embedding"] < at["end_all_reduce"]
         assert names[at["end_all_reduce"] + 1] in ("div", "truediv")
@@ -435,6 +443,69 @@ def test_the_count_of_a_split_batch_is_on_its_way_from_the_start() -> None:
 
     simulate(2, body)
     simulate(3, body)
+
+
+def test_the_count_of_a_split_batch_rides_with_the_gradients() -> None:
+    def body() -> None:
+        names = calls(mean_loss)
+        at = {name: i for i, name in enumerate(names)}
+        assert at["count"] < at["embedding"] < at["backward"] < at["counted"]
+        assert names[at["counted"] + 1] in ("div", "truediv")
+        assert not any("all_reduce" in name for name in names)
+
+    simulate(2, body)
+    simulate(3, body)
+
+
+def _hooked(m: Any, x: Any, y: Any) -> Any:
+    logits = m(x.clamp(min=0)).flatten(0, 1)
+    logits.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return F.cross_entropy(logits, y.flatten(), ignore_index=-1)
+
+
+def _weighed(m: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(m(x.clamp(min=0)).flatten(0, 1), y.flatten(), torch.arange(1, 12, dtype=F64), ignore_index=-1)
+
+
+@pytest.mark.parametrize("loss", [_hooked, _weighed], ids=["hook", "weights"])
+def test_gradients_that_somebody_looks_at_are_owed_nothing(loss: Loss) -> None:
+    def body() -> None:
+        assert "counted" not in calls(loss)
+
+    simulate(3, body)
+
+
+class Accumulating(flow.nn.Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        self.config.set_gradient_accumulation_steps(2)
+
+    def build(self, x: Any, y: Any) -> Any:
+        loss = mean_loss(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def test_micro_batches_each_have_their_own_count() -> None:
+    def body() -> None:
+        model, eager = Words(), Words()
+        x, y = ids(8, 3, sbp=B), ids(8, 3, sbp=B, seed=4)
+        y = torch.where(spread(torch.arange(8)[:, None] < 3, B), -1, y)  # more of them in the first micro-batch
+        graph, optimizer = Accumulating(model), torch.optim.SGD(eager.parameters(), lr=0.5)
+        for _ in range(3):
+            told = graph(x.to_global(sbp=S(0)), y.to_global(sbp=S(0)))
+            optimizer.zero_grad()
+            rows = [0, 1, 4, 5], [2, 3, 6, 7]  # of each block the first half, and the second
+            losses = [mean_loss(eager, x[half], y[half]) / 2 for half in rows]
+            sum(losses).backward()
+            optimizer.step()
+            torch.testing.assert_close(told.item(), sum(losses).item(), rtol=1e-12, atol=0)
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(a.tolist(), dtype=F64), torch.tensor(b.tolist(), dtype=F64), rtol=1e-11, atol=1e-13)
+
+    simulate(2, body)
 
 
 def test_nothing_begins_before_what_is_written_to_its_operand() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.everywhere import full
-from support.oracle import check, close
+from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
@@ -257,7 +257,7 @@ PICTURE = (2, 3, 16, 10)
         (partial(F.pad, pad=(0, 0, 1, 1), mode="circular"), [], [1, 0, 1, 2]),
         (partial(torch.roll, shifts=-1, dims=2), [], [1, 1, 1, 1]),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_a_halo_is_all_that_moves(function: Any, others: list[tuple[int, ...]], rows: list[int]) -> None:
     found = simulate(4, traffic, function, PICTURE, others, S(2))

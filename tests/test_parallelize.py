@@ -102,8 +102,8 @@ def train(family: str, plans: list[tuple[Any, list[int] | list[list[int]], Any]]
 
 
 LINE = [0, 1]
-ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B]), ("sequence", LINE, [B])]
-ON_FOUR = [("hybrid", [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B])]
+ON_TWO = [("data", LINE, [S(0)]), ("fsdp", LINE, [S(0)]), ("tensor", LINE, [B]), ("sequence", LINE, [B]), ("auto", LINE, [S(0)])]
+ON_FOUR = [("hybrid", [[0, 1], [2, 3]], [S(0), B]), (["fsdp", "tensor"], [[0, 1], [2, 3]], [S(0), B]), ("auto", [[0, 1], [2, 3]], [S(0), B])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import globaltensor as flow
+from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.reducer import no_sync, reducer
 from globaltensor.rules.quotient import Quotient
@@ -92,10 +93,97 @@ def two_losses(x: Tensor, target: Tensor, weight: Tensor) -> float:
     return loss.item()
 
 
-USES: list[Uses] = [backward, scaled, read_first, read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses]
+def divided(x: Tensor, target: Tensor, weight: Tensor) -> tuple[float, float]:
+    loss = 2 * F.cross_entropy(x @ weight, target) / 5
+    loss.backward()
+    return loss.item(), (loss / 2).item()
 
 
-def run(use: Uses, kept: str, shape: tuple[int, ...]) -> None:
+def looked_at_anew(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
+    """Some steps ask for the loss first, some afterwards, some not at all: when its count starts goes by that."""
+    values = []
+    for first, later in ((False, False), (True, False), (True, True), (False, True), (False, False), (True, False)):
+        loss = F.cross_entropy(x @ weight, target)
+        if first:
+            values.append(loss.item())
+        loss.backward()
+        if later:
+            values.append(loss.item())
+    return values
+
+
+def hooked_from_now_on(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
+    seen: list[Tensor] = []
+    backward(x, target, weight)
+    loss = F.cross_entropy(x @ weight, target)
+    weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    loss.backward()
+    backward(x, target, weight)
+    return [float(s) for grad in seen for s in grad.sum(1)]
+
+
+def detached(x: Tensor, target: Tensor, weight: Tensor) -> list[float]:
+    """A loss and what is detached from it are one number: what is written into one is in the other."""
+    values = []
+    for order in range(4):
+        loss = F.cross_entropy(x @ weight, target)
+        alone = loss.detach()
+        assert [t.requires_grad for t in (loss, alone)] == [t.is_leaf for t in (alone, loss)] == [True, False]
+        if order == 0:
+            values.append(alone.item())
+        loss.backward()
+        if order == 1:
+            values.append(loss.item())
+        if order == 2:
+            alone.mul_(2)
+            values.append(loss.item())
+        if order == 3:
+            del loss
+        values.append(alone.item())
+    return values
+
+
+def recomputed(x: Tensor, target: Tensor, weight: Tensor) -> None:
+    """A checkpoint of the older kind runs a backward pass within the backward pass; what comes before it is met after that."""
+    from torch.utils.checkpoint import checkpoint
+
+    h = x * weight.sum(1)
+    F.cross_entropy(checkpoint(lambda h: h.tanh() @ weight, h, use_reentrant=True), target).backward()
+
+
+def failing(x: Tensor, target: Tensor, weight: Tensor) -> float:
+    """A pass that breaks off, then one that does not, of the same loss."""
+
+    class Once(torch.autograd.Function):
+        broken = False
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            Once.broken = not Once.broken
+            if Once.broken:
+                raise ArithmeticError
+            return grads[0]
+
+    loss = F.cross_entropy((x * Once.apply(weight.sum(1))) @ weight, target)
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    weight.grad = None
+    loss.backward()
+    return loss.item()
+
+
+USES: list[Uses] = [
+    backward, scaled, read_first, read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses, divided, looked_at_anew,
+    hooked_from_now_on, detached, recomputed, failing,
+]  # fmt: skip
+
+
+def run(use: Uses, kept: str, shape: tuple[int, ...], rides: bool) -> None:
+    flow.counts_ride(rides)
     everyone = flow.placement("cpu", torch.arange(4).reshape(shape).tolist())
     x, target, weight = data(kept)
     plain = weight.clone().requires_grad_()
@@ -114,26 +202,126 @@ def run(use: Uses, kept: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_as_on_one_device(use: Uses, kept: str) -> None:
     for shape in ((4,), (2, 2)):
-        simulate(4, run, use, kept, shape)
+        for rides in (False, True):
+            simulate(4, run, use, kept, shape, rides)
 
 
 def one_rank_looks() -> None:
-    """What a rank does for itself (look at a gradient on its way) must not change what the ranks sum."""
+    """What a rank does for itself, without communication, must not change what the ranks sum."""
     everyone = flow.placement.all("cpu")
     x, target, weight = data("some")
     plain = weight.clone().requires_grad_()
-    backward(x, target, plain)
     ours = weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
-    if flow.env.get_rank() == 0:
-        ours.to_local()
-    assert reducer().watched == (flow.env.get_rank() == 0)
-    backward(x.to_global(everyone, B).to_global(sbp=S(0)), target.to_global(everyone, B).to_global(sbp=S(0)), ours)  # type: ignore[attr-defined]
+    for _ in range(3):
+        backward(x, target, plain)
+        loss = F.cross_entropy(*ours_of(x, ours, target))
+        if flow.env.get_rank() == 0:
+            ours.to_local()
+            assert (loss.requires_grad, loss.device.type, loss.detach().shape) == (True, "cpu", ())
+            loss.to_local()
+        loss.backward()
+        if flow.env.get_rank() == 1:
+            loss.detach().to_local()
+            reducer().watched = True  # as a hook of its own would have it
     assert plain.grad is not None
     torch.testing.assert_close(torch.tensor(ours.grad.tolist(), dtype=torch.float64), plain.grad)
 
 
+def ours_of(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, targets), split over the samples."""
+    everyone = flow.placement.all("cpu")
+    return x.to_global(everyone, B).to_global(sbp=S(0)) @ weight, target.to_global(everyone, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+
+
 def test_ranks_may_differ_in_who_looks() -> None:
     simulate(2, one_rank_looks)
+
+
+def traffic() -> list[str]:
+    """By what is done with the loss: where a step has other collectives than it should."""
+    flow.counts_ride()
+    everyone = flow.placement.all("cpu")
+    x, target, weight = data("some")
+    ours = weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
+    samples, targets = (t.to_global(everyone, B).to_global(sbp=S(0)) for t in (x, target))  # type: ignore[attr-defined]
+
+    def step(read: str) -> list[str]:
+        with comms() as log:
+            loss = F.cross_entropy(samples @ ours, targets)
+            if read == "before":
+                loss.item()
+            loss.backward()
+            if read == "after":
+                loss.item()
+        return [f"{t.kind} {t.bytes}" for t in log]
+
+    numbers, loss = weight.numel() * 8, "all_reduce 8"
+    found = {
+        "not read": step("") == [f"all_reduce {numbers + 8}"],  # between two ranks an all-reduce sends as much as there is
+        "after": step("after") == [f"all_reduce {numbers + 8}", loss],
+        "before": step("before") == [loss, loss, f"all_reduce {numbers}"],
+        "before, again": step("before") == [loss, loss, f"all_reduce {numbers}"],
+        "no longer": step("") == [loss, f"all_reduce {numbers}"],  # begun in vain
+        "any more": step("") == [f"all_reduce {numbers + 8}"],
+    }
+    return [what for what, right in found.items() if not right]
+
+
+def test_the_count_rides_with_the_gradients() -> None:
+    assert simulate(2, traffic) == [[]] * 2
+
+
+def narrow() -> None:
+    """Counts that a bucket's dtype cannot hold do not ride in it."""
+    flow.counts_ride()
+    everyone, draw = flow.placement.all("cpu"), torch.Generator().manual_seed(2)
+    x, weight = torch.randn(700, 3, generator=draw).bfloat16(), torch.randn(3, 4, generator=draw).bfloat16()
+    target = torch.randint(0, 4, (700,), generator=draw)
+    target[:301] = IGNORED
+    plain, ours = weight.clone().requires_grad_(), weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
+    backward(x, target, plain)
+    logits, targets = ours_of(x, ours, target)
+    with comms() as log:
+        F.cross_entropy(logits, targets).backward()
+    assert [t.bytes for t in log] in ([8, 24], [24, 8])
+    torch.testing.assert_close(ours.grad.float().to_local(), plain.grad.float(), rtol=0.02, atol=1e-3)  # type: ignore[union-attr]
+
+
+def test_what_a_dtype_cannot_hold_does_not_ride() -> None:
+    simulate(2, narrow)
+
+
+def stages() -> None:
+    """The loss lies where only half of the ranks are; the others have leaves too, and do not know the count."""
+    first, second = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2, 3])
+    x, target, weight = data("some")
+    other = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    plain, plain_other = weight.clone().requires_grad_(), other.clone().requires_grad_()
+    F.cross_entropy((x @ plain_other).tanh() @ plain, target).backward()
+    ours, ours_other = weight.to_global(second, B).requires_grad_(), other.to_global(first, B).requires_grad_()  # type: ignore[attr-defined]
+    h = (x.to_global(first, B).to_global(sbp=S(0)) @ ours_other).tanh().to_global(second, S(0))  # type: ignore[attr-defined]
+    F.cross_entropy(h @ ours, target.to_global(second, B).to_global(sbp=S(0))).backward()  # type: ignore[attr-defined]
+    everyone = flow.placement.all("cpu")
+    for mine, want in ((ours, plain), (ours_other, plain_other)):
+        assert want.grad is not None
+        torch.testing.assert_close(mine.grad.to_global(everyone, B).to_local(), want.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_stages_on_some_of_the_ranks() -> None:
+    simulate(4, stages)
+
+
+def plain_targets() -> None:
+    x, target, weight = data("some")
+    plain, ours = weight.clone().requires_grad_(), weight.to_global(flow.placement.all("cpu"), B).requires_grad_()  # type: ignore[attr-defined]
+    backward(x, target, plain)
+    F.cross_entropy(ours_of(x, ours, target)[0], target).backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad.to_local(), plain.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_targets_that_are_no_global_tensor() -> None:
+    simulate(2, plain_targets)
 
 
 def waits() -> tuple[bool, bool, bool]:

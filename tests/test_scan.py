@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.everywhere import compare, full
-from support.oracle import check, close
+from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
@@ -191,7 +191,7 @@ FORWARD, BACKWARD = ["all_gather"], ["reduce_scatter"]
         (torch.cumsum, "S(0)", FORWARD, 1, BACKWARD), (torch.cumprod, "S(0)", FORWARD, 1, BACKWARD), (torch.logcumsumexp, "S(0)", FORWARD, 1, BACKWARD),
         (torch.cummax, "S(0)", 2 * FORWARD, 2, BACKWARD), (torch.max, "B", 2 * FORWARD, 2, BACKWARD), (torch.argmin, "B", 2 * FORWARD, 2, []),
     ],
-    ids=str,
+    ids=spelled,
 )  # fmt: skip
 def test_a_total_of_each_part_is_all_that_moves(function: Any, sbp: str, forward: list[str], rows: int, backward: list[str]) -> None:
     for found in simulate(4, traffic, partial(function, dim=0)):
@@ -215,7 +215,7 @@ def sort_traffic(n: int, function: Callable[..., Any], width: int) -> tuple[Any,
     return (out if isinstance(out, torch.Tensor) else out[0]).sbp[0].short, [t.kind for t in log if t.kind != "all_reduce"], sum(t.bytes for t in log)
 
 
-@pytest.mark.parametrize("function", [partial(torch.sort, dim=0), partial(torch.argsort, dim=0), torch.msort], ids=str)
+@pytest.mark.parametrize("function", [partial(torch.sort, dim=0), partial(torch.argsort, dim=0), torch.msort], ids=spelled)
 def test_a_long_sort_gathers_nothing(function: Any) -> None:
     n = 1 << 18
     for short, kinds, nbytes in simulate(4, sort_traffic, n, function, 0):
@@ -223,7 +223,7 @@ def test_a_long_sort_gathers_nothing(function: Any) -> None:
         assert nbytes < 1.05 * 2 * n * 8 / 4, "each element goes to its place: its value and its index"
 
 
-@pytest.mark.parametrize("function", [partial(torch.kthvalue, k=77, dim=0), partial(torch.median, dim=0)], ids=str)
+@pytest.mark.parametrize("function", [partial(torch.kthvalue, k=77, dim=0), partial(torch.median, dim=0)], ids=spelled)
 def test_one_place_in_the_order_moves_counts_only(function: Any) -> None:
     for short, kinds, nbytes in simulate(4, sort_traffic, 1 << 20, function, 0):
         assert (short, kinds) == ("B", ["all_gather"] * 2)

@@ -18,7 +18,7 @@ MOST_LINES = 500
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_torch", "errors", "buckets", "borrowed", "bodies"),
+    ("_torch", "errors", "outputs", "buckets", "borrowed", "bodies"),
     ("visible",),
     ("sbp", "placement"),
     ("spec",),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("distributed",),
     ("boxing", "comm"),
-    ("rules", "reducer"),
+    ("rules", "reducer", "profiling"),
     ("sharded",),
     ("plans",),
     ("dispatch",),
@@ -34,9 +34,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("graph",),
-    ("amp", "nn", "utils", "auto", "v0", "pipeline"),
+    ("amp", "nn", "utils", "pipeline"),
+    ("auto",),
+    ("v0",),
     ("__init__",),
     ("cli",),
+    ("__main__",),
 )
 # Imports inside a function, so not when the module is imported, that go up all the same.
 UPWARDS = {("placement", "distributed"): "Placement.all() asks how many ranks there are"}

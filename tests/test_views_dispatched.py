@@ -113,3 +113,18 @@ def _pick_is_no_view() -> None:
 
 def test_writing_into_a_picked_row() -> None:
     simulate(2, _pick_is_no_view)
+
+
+@pytest.mark.parametrize("sbp", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str)
+def test_a_slice_whose_end_is_a_tensor(sbp: Any) -> None:
+    """Its value decides the shape: no plan of another value may serve it."""
+
+    def run() -> None:
+        whole = x(6, 2)
+        t = whole.to_global(flow.placement("cpu", [0, 1]), flow.sbp.broadcast, check_meta=False).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        for end in (2, 3, 5, 2):
+            got = t[: torch.tensor(end)]
+            assert got.shape == (end, 2)
+            torch.testing.assert_close(got.to_global(sbp=flow.sbp.broadcast).to_local(), whole[:end])
+
+    simulate(2, run)

@@ -637,3 +637,40 @@ def test_on_processes(stage: int) -> None:
 @needs_mpi
 def test_over_mpi() -> None:
     run_by_mpi(2, _on_processes, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_in_shares_of_what_is_split_already_are_clipped(stage: int) -> None:
+    """On two axes a bias that is split along one has shares along the other: its gradient lies on the same ranks with the axes in another order."""
+
+    class Step(flow.nn.Graph):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.add_optimizer(optim.SGD([{"params": list(model.parameters()), "clip_grad_max_norm": 0.1, "clip_grad_norm_type": 2.0}], lr=0.5))
+            self.config.enable_zero(True, stage=stage, shard_min_size=1)
+
+        def build(self, x: Any) -> Any:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+    data = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    plain = net(lambda: nn.Linear(16, 16))
+    optimizer = optim.SGD(plain.parameters(), lr=0.5)
+    want = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = plain(data).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        want.append(loss.item())
+
+    def run() -> list[float]:
+        where = flow.placement("cpu", [[0, 1], [2, 3]])
+        step = Step(net(lambda: nn.Linear(16, 16)).to_global(where, [B, S(0)]))
+        x = data.to_global(where, [B, B], check_meta=False).to_global(sbp=[S(0), B])  # type: ignore[attr-defined]
+        return [step(x).item() for _ in range(2)]
+
+    assert simulate(4, run)[0] == pytest.approx(want, rel=1e-9)

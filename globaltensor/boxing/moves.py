@@ -14,14 +14,26 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-import numpy as np
-
-from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import Sbp, broadcast, split
 from ..spec import Spec
 
-__all__ = ["MOVES", "Box", "Layout", "Move", "gives", "neighbours", "price", "settled", "show_bytes", "show_placement", "split_everywhere", "takes", "traffic"]
+__all__ = [
+    "LOCAL",
+    "MOVES",
+    "Box",
+    "Layout",
+    "Move",
+    "giver",
+    "gives",
+    "holders_of",
+    "neighbours",
+    "settled",
+    "show_bytes",
+    "show_placement",
+    "split_everywhere",
+    "takes",
+]
 
 Layout = tuple[Sbp, ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths
@@ -36,7 +48,8 @@ MOVES: Final = {
     ("broadcast", "partial"): "mask",
     ("split", "partial"): "pad",
 }
-_LOCAL: Final = frozenset(("slice", "mask", "pad", "keep"))
+#: The moves for which no rank needs another.
+LOCAL: Final = frozenset(("slice", "mask", "pad", "keep", "copy"))
 _SHOWN_RANKS: Final = 16
 _FUSED_AXES: Final = 4  # more partial axes than this are fused all together or not at all
 
@@ -99,13 +112,12 @@ def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
 
 def neighbours(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
     """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of interest for each axis."""
-    for axis, now in enumerate(layout):
+    sizes = tuple(sizes)
+    for axis in range(len(layout)):
         for entry in menu[axis]:
-            if entry is not now:
-                if sizes[axis] == 1:
-                    yield "keep", (axis,), _put(layout, (axis,), (entry,))
-                elif (now.kind, entry.kind) in MOVES and _legal(layout, (axis,), entry):
-                    yield MOVES[now.kind, entry.kind], (axis,), _put(layout, (axis,), (entry,))
+            found = _step(layout, axis, entry, sizes[axis] == 1)
+            if found is not None:
+                yield found
     for axes in _fusible(layout, sizes):
         now = layout[axes[0]]
         for entry in menu[axes[0]]:
@@ -116,6 +128,19 @@ def neighbours(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp
                     yield kind, axes, _put(layout, axes, entries)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=1 << 13)
+def _step(layout: Layout, axis: int, entry: Sbp, alone: bool) -> tuple[str, tuple[int, ...], Layout] | None:
+    """The move of one axis to an entry, if there is one; ``alone``: the axis has one rank."""
+    now = layout[axis]
+    if entry is now:
+        return None
+    if alone:
+        return "keep", (axis,), _put(layout, (axis,), (entry,))
+    if (now.kind, entry.kind) in MOVES and _legal(layout, (axis,), entry):
+        return MOVES[now.kind, entry.kind], (axis,), _put(layout, (axis,), (entry,))
+    return None
+
+
 def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
     """The entry of another axis' menu that a fused move may set there: the same one, or a split of that dim with another unit."""
     if entry in menu:
@@ -123,17 +148,20 @@ def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
     return next((e for e in menu if e.kind == entry.kind == "split" and e.dim == entry.dim), None)
 
 
-def _fusible(layout: Layout, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+@lru_cache(maxsize=1 << 12)
+def _fusible(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Sets of axes that lie alike: partials of one reduction, or the innermost splits of one dim."""
+    out: list[tuple[int, ...]] = []
     wide = [a for a in range(len(layout)) if sizes[a] > 1]
     for reduce in sorted({layout[a].reduce for a in wide if layout[a].kind == "partial"}):
         axes = tuple(a for a in wide if layout[a].reduce == reduce)
         for n in range(2, len(axes) + 1):
             if n == len(axes) or len(axes) <= _FUSED_AXES:
-                yield from combinations(axes, n)
+                out += combinations(axes, n)
     for dim in sorted({layout[a].dim for a in wide if layout[a].kind == "split"}):
         chain = tuple(a for a in wide if layout[a].kind == "split" and layout[a].dim == dim)
-        yield from (chain[i:] for i in range(len(chain) - 1))
+        out += (chain[i:] for i in range(len(chain) - 1))
+    return tuple(out)
 
 
 def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
@@ -143,47 +171,8 @@ def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
     return tuple(out)
 
 
-def price(kind: str, src: Spec, dst: Spec, axes: tuple[int, ...], cluster: Cluster) -> tuple[int, float]:
-    """(traffic in bytes of the busiest rank, seconds) of a move."""
-    size = src.dtype.itemsize
-    if kind == "keep":
-        return 0, 0.0
-    if kind == "exchange":
-        nbytes, peers = traffic(src, dst)
-        copied = cluster.seconds("copy", 2 * size * dst.local_numel(), 1)
-        return nbytes, (cluster.seconds("exchange", nbytes, peers + 1) if nbytes else cluster.memory_latency) + copied
-    before, after = size * src.local_numel(), size * dst.local_numel()
-    if kind in _LOCAL or kind == "copy":
-        # A slice is a view; what it costs is the strided reading later.
-        return 0, cluster.seconds(kind, after if kind == "slice" else before + after, 1)
-    ranks = src.placement.fiber(src.placement.flat[0], axes)
-    nbytes = {"all_gather": after, "reduce_scatter": before, "all_reduce": before, "all_to_all": before}[kind]
-    sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
-    return sent, cluster.seconds(kind, nbytes, ranks)
-
-
-def traffic(src: Spec, dst: Spec) -> tuple[int, int]:
-    """(bytes of the busiest rank, most peers of a rank) of an exchange between two layouts without partials."""
-    ranks, holders, sources = _holders(src)
-    wanted = dst.placement.flat
-    overlap = np.ones((len(sources), len(wanted)), dtype=np.int64)
-    for d in range(src.ndim):
-        lo = np.maximum.outer([o[d] for o, _ in sources], [dst.box(r)[0][d] for r in wanted])
-        hi = np.minimum.outer([o[d] + n[d] for o, n in sources], [dst.box(r)[0][d] + dst.box(r)[1][d] for r in wanted])
-        overlap *= np.maximum(hi - lo, 0)
-    for column, r in enumerate(wanted):
-        if r in ranks:
-            overlap[ranks[r], column] = 0  # what a rank has it need not fetch
-    if not overlap.any():
-        return 0, 0
-    counts = np.array([len(h) for h in holders])
-    received, sent = overlap.sum(0).max(), -(-overlap.sum(1) // counts)
-    peers = max(int((overlap > 0).sum(0).max()), int((-(-(overlap > 0).sum(1) // counts)).max()))
-    return int(max(received, sent.max())) * src.dtype.itemsize, peers
-
-
 @lru_cache(maxsize=256)
-def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
+def holders_of(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
     """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without elements are left out."""
     numbers: dict[Box, int] = {}
     holders: list[list[int]] = []
@@ -199,9 +188,9 @@ def _holders(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
     return ranks, holders, list(numbers)
 
 
-def _giver(src: Spec, number: int, rank: int, turn: int) -> int:
+def giver(src: Spec, number: int, rank: int, turn: int) -> int:
     """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if it has it; else the holders take turns."""
-    own, holders, _ = _holders(src)
+    own, holders, _ = holders_of(src)
     return rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
 
 
@@ -217,21 +206,21 @@ def takes(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...],
     if rank not in dst.placement._coordinates:
         return []
     mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
-    for number, there in enumerate(_holders(src)[2]):
+    for number, there in enumerate(holders_of(src)[2]):
         common = _overlap(mine, there)
         if common is not None:
-            out.append((_giver(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
+            out.append((giver(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
     return sorted(out, key=lambda piece: piece[0] != rank)
 
 
 def gives(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
     """What ``rank`` hands to others in an exchange: (to whom, where it lies here)."""
-    number, out = _holders(src)[0].get(rank), []
+    number, out = holders_of(src)[0].get(rank), []
     if number is None:
         return []
     mine = src.box(rank)
     for turn, other in enumerate(dst.placement.flat):
-        if other != rank and _giver(src, number, other, turn) == rank:
+        if other != rank and giver(src, number, other, turn) == rank:
             common = _overlap(mine, dst.box(other))
             if common is not None:
                 out.append((other, _slices(*common, mine[0])))

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from functools import lru_cache
+from math import inf
 
 from ..cluster import Cluster, current_cluster
 from ..errors import BoxingError
 from ..sbp import Sbp, broadcast
 from ..spec import Spec
-from .moves import Layout, Move, neighbours, price, settled, show_bytes, split_everywhere
+from .moves import Layout, Move, neighbours, settled, show_bytes, split_everywhere
+from .prices import prices_of
 
 __all__ = ["Plan", "plan"]
 
 _STATES = 4096  # beyond this many layouts the search no longer looks at dims that neither side mentions
+
+_State = tuple[bool, Layout]  # on the destination's placement, where that is another one; how it lies there
+_Hop = tuple[_State, _State, str, tuple[int, ...], int, float]  # from, to, kind, axes, traffic, seconds
 
 
 class Plan:
@@ -66,7 +70,7 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> Plan:
         raise BoxingError(f"boxing keeps shape and dtype, but goes from {src!r} to {dst!r}: convert (to, reshape) before or after it")
     if not src.numel:
         return Plan(src, dst, (Move("slice", src, dst, (), 0, 0.0),))
-    return Plan(src, dst, _search(src.plain, dst.plain, cluster))
+    return Plan(src, dst, _Search(src.plain, dst.plain, cluster).run())
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
@@ -76,11 +80,13 @@ def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
     return [list(dict.fromkeys((entry, *((other[a],) if same else ()), broadcast, *splits, *more))) for a, entry in enumerate(spec.layout)]
 
 
-def _menus(src: Spec, dst: Spec) -> dict[bool, list[list[Sbp]]]:
-    """The menu of each side, False being the source's. Reducing goes best through a scatter, so dims that nobody mentions may help there."""
+def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
+    """The menu of each side, False being the source's. Reducing goes best through a scatter, so dims that nobody mentions may help there; on one placement
+    only where moves were measured: by the formulas an all-reduce takes as long as its halves."""
     out = {}
     for there, spec, other in ((False, src, dst), (True, dst, src)):
-        more = split_everywhere(spec.ndim) if any(e.kind == "partial" for e in spec.layout) or spec.placement is not other.placement else []
+        partial = any(e.kind == "partial" for e in (*spec.layout, *(other.layout if measured else ())))
+        more = split_everywhere(spec.ndim) if partial or spec.placement is not other.placement else []
         layout = other.layout if other.placement is spec.placement else tuple(e for e in other.layout if e.kind == "split")
         found = _menu(spec, layout, more)
         states = 1
@@ -90,62 +96,82 @@ def _menus(src: Spec, dst: Spec) -> dict[bool, list[list[Sbp]]]:
     return out
 
 
-def _landings(src: Spec, dst: Spec) -> list[Spec]:
+def _landings(src: Spec, dst: Spec) -> list[Layout]:
     """Layouts of the destination's placement that an exchange may go to: the one asked for, partials as broadcast; and on other placements, pieces
     that are gathered there."""
     core = settled(dst.layout)
-    out = [dst.replace(layout=core)]
+    out = [core]
     if dst.ndim and src.placement is not dst.placement:
         longest = max(range(dst.ndim), key=lambda d: dst.box(dst.placement.flat[0])[1][d])
         scattered = tuple(e if e.kind == "split" else Sbp("split", longest) for e in core)
-        out.append(dst.replace(layout=scattered))
+        out.append(dst.replace(layout=scattered).layout)
     return list(dict.fromkeys(out))
 
 
-def _steps(here: Spec, src: Spec, dst: Spec, menus: dict[bool, list[list[Sbp]]]) -> Iterator[tuple[str, tuple[int, ...], Spec]]:
-    there = here.placement is dst.placement
-    for kind, axes, layout in neighbours(here.layout, here.placement.shape, menus[there]):
-        yield kind, axes, here.replace(layout=layout)
-    if here.placement is src.placement:
-        a, b = here.placement, dst.placement
-        if a is not b and a.flat == b.flat and a.shape == b.shape:
-            yield "copy", (), here.replace(placement=b)
-        if not any(e.kind == "partial" for e in here.layout):
-            for landing in _landings(src, dst):
-                if landing is not here:
-                    yield "exchange", (), landing
+class _Search:
+    """Dijkstra's algorithm over layouts of the two placements."""
 
+    def __init__(self, src: Spec, dst: Spec, cluster: Cluster) -> None:
+        self.src, self.dst = src, dst
+        self.here, self.there = (prices_of(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst))
+        self.one_place = src.placement is dst.placement
+        self.menus, self.landings = _menus(src, dst, bool(cluster.measured)), _landings(src, dst)
+        a, b = src.placement, dst.placement
+        self.copies = a is not b and a.flat == b.flat and a.shape == b.shape
+        self.end = not self.one_place, dst.layout
+        self.best = inf, 0  # (seconds, moves) of a route that is known
 
-def _search(src: Spec, dst: Spec, cluster: Cluster) -> tuple[Move, ...]:
-    menus, order = _menus(src, dst), itertools.count()
-    queue: list[tuple[float, int, int, Spec]] = [(0.0, 0, next(order), src)]
-    came: dict[Spec, tuple[float, int, Move | None]] = {src: (0.0, 0, None)}
-    done: set[Spec] = set()
-    while queue:
-        seconds, length, _, here = heapq.heappop(queue)
-        if here in done:
-            continue
-        done.add(here)
-        if here is dst:
-            return _trace(dst, came)
-        for kind, axes, after in _steps(here, src, dst, menus):
-            if after in done:
+    def run(self) -> tuple[Move, ...]:
+        start = False, self.src.layout
+        order, end = itertools.count(), self.end
+        queue: list[tuple[float, int, int, _State]] = [(0.0, 0, next(order), start)]
+        came: dict[_State, tuple[float, int, _Hop | None]] = {start: (0.0, 0, None)}
+        done: set[_State] = set()
+        while queue:
+            seconds, length, _, at = heapq.heappop(queue)
+            if at in done:
                 continue
-            nbytes, cost = price(kind, here, after, axes, cluster)
-            if kind == "exchange" and not nbytes:
-                kind = "slice"  # every rank has what it needs
-            found = came.get(after)
-            # Ties go to the fewest moves, then to what was found first: the order of search is fixed.
-            if found is None or (seconds + cost, length + 1) < found[:2]:
-                came[after] = seconds + cost, length + 1, Move(kind, here, after, axes, nbytes, cost)
-                heapq.heappush(queue, (seconds + cost, length + 1, next(order), after))
-    raise BoxingError(f"no way to box {src!r} on {src.placement} into {dst!r} on {dst.placement}: go through broadcast")
+            done.add(at)
+            if at == end:
+                return self._trace(came)
+            for hop in self._hops(at, seconds, length):
+                to, found, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
+                # Ties go to the fewest moves, then to what was found first: the order of search is fixed.
+                if to not in done and (found is None or reached < found[:2]) and (reached < self.best or to == end):
+                    came[to] = *reached, (at, *hop)
+                    heapq.heappush(queue, (*reached, next(order), to))
+        src, dst = self.src, self.dst
+        raise BoxingError(f"no way to box {src!r} on {src.placement} into {dst!r} on {dst.placement}: go through broadcast")
 
+    def _hops(self, at: _State, seconds: float, length: int) -> list[tuple[_State, str, tuple[int, ...], int, float]]:
+        """(whereto, kind, axes, traffic, seconds) of the moves that lead on from ``at`` and may be part of the cheapest route."""
+        there, layout = at
+        prices, end, out = self.there if there else self.here, self.end, []
+        for kind, axes, after in neighbours(layout, prices.placement.shape, self.menus[there or self.one_place]):
+            after, nbytes, cost = prices.move(kind, axes, layout, after)
+            if seconds + cost <= self.best[0]:
+                to = there, after
+                out.append((to, kind, axes, nbytes, cost))
+                if to == end:
+                    self.best = min(self.best, (seconds + cost, length + 1))
+        if there:
+            return out
+        if self.copies:
+            out.append(((True, layout), "copy", (), *prices.move("copy", (), layout, layout)[1:]))
+        if not any(e.kind == "partial" for e in layout):
+            for landing in self.landings:
+                to = not self.one_place, landing
+                if to != at and (seconds + prices.exchange_at_least(layout, self.there, landing), length + 1) <= self.best:
+                    nbytes, cost = prices.exchange(layout, self.there, landing)
+                    out.append((to, "exchange" if nbytes else "slice", (), nbytes, cost))  # a slice where every rank has what it needs
+        return out
 
-def _trace(dst: Spec, came: dict[Spec, tuple[float, int, Move | None]]) -> tuple[Move, ...]:
-    moves: list[Move] = []
-    move = came[dst][2]
-    while move is not None:
-        moves.append(move)
-        move = came[move.src][2]
-    return tuple(reversed(moves))
+    def _trace(self, came: dict[_State, tuple[float, int, _Hop | None]]) -> tuple[Move, ...]:
+        moves: list[Move] = []
+        hop = came[self.end][2]
+        while hop is not None:
+            at, to, kind, axes, nbytes, seconds = hop
+            before, after = ((self.there if there else self.here).spec(layout) for there, layout in (at, to))
+            moves.append(Move(kind, before, after, axes, nbytes, seconds))
+            hop = came[at][2]
+        return tuple(reversed(moves))

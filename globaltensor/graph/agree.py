@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -13,12 +13,15 @@ from torch import fx
 from ..distributed.comm import Comm
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
+from ..errors import noted
 from ..placement import Placement
-from .dry import INSIDE
+from .dry import INSIDE, Left
 from .errors import GraphError
 from .steps import Draw
 
-__all__ = ["Text", "agree", "seed_of", "settings"]
+__all__ = ["Text", "agree", "agreed", "seed_of", "settings"]
+
+T = TypeVar("T")
 
 
 class Text(NamedTuple):
@@ -31,7 +34,7 @@ class Text(NamedTuple):
 
 def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
     """What of a graph must be the same on every rank, besides build(): its settings, optimizers, stages. A line each."""
-    lines = [f"config.{name} = {_shown(value)}" for name, value in vars(graph.config).items() if name != "version"]
+    lines = [f"config.{name} = {_shown(value)}" for name, value in vars(graph.config).items() if name not in ("version", "_asked")]
     for i, entry in enumerate(graph._optimizers):
         kind = type(entry.optimizer).__name__
         for j, group in enumerate(entry.optimizer.param_groups):
@@ -97,6 +100,21 @@ def agree(name: str, told: Text | Exception | None) -> None:
             f"{name}: rank {other} draws random numbers from another seed than rank {usual} ({drawing[other]}, {drawing[usual]}): call torch.manual_seed "
             "with the same number on every rank; for numbers of a rank's own (data), use a torch.Generator"
         )
+
+
+def agreed(name: str, make: Callable[[], tuple[T, Text | None]], doing: str = "") -> T:
+    """What ``make`` gives, where it comes about on every rank and its text is the same. Raises what ``make`` raises here, with a note of what was going on, and
+    GraphError as `agree` does. Collective among all ranks."""
+    try:
+        found, told = make()
+    except Exception as error:
+        if not isinstance(error, Left):  # else the others have left already
+            agree(name, error)
+        if doing:
+            noted(error, f"(while {doing})")
+        raise
+    agree(name, told)
+    return found
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,9 @@ from .dry import DryWorld
 from .errors import GraphError
 from .nest import replaced, tensors_in
 from .record import Local, Logical
+from .recorder import of_user
 from .single import on_one_device
+from .steps import backward
 
 __all__ = ["Captured", "Result", "capture"]
 
@@ -50,21 +51,23 @@ class Captured:
     scaled: bool  # whether there is a backward pass
     read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
+    logical_constants: dict[str, Any]  # what the logical graph's get_attr nodes name
 
 
 def capture(
-    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any]
+    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any],
+    imagined: bool = False,
 ) -> Captured:
-    """``args`` and ``kwargs``: the call's inputs, real tensors or `Shape`s. ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
+    """``args`` and ``kwargs``: the call's inputs; ``imagined``: those are meta tensors that stand for tensors on the cpu.
+    ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
     which modules say when they run. Raises GraphError where the code depends on data."""
     real = world()
     fake = _torch.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
-        reducer().watched = True  # means are divided at once: a program starts the count early by other means
         local = Local(fake, dry.rank, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
         logical = Logical(fake, local, {id(t): path for path, t in named.items()})
-        stand_ins = [_stand_in(t, fake, local) for t in tensors_in(kwargs, tensors_in(args, []))]
+        stand_ins = [_stand_in(t, fake, imagined) for t in tensors_in(kwargs, tensors_in(args, []))]
         these = iter(stand_ins)
         args, kwargs = replaced(args, these), replaced(kwargs, these)
         for i, s in enumerate(stand_ins):
@@ -77,6 +80,9 @@ def capture(
             raise GraphError(_depends(error)) from None
         outs = tensors_in(out, [])
         results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
+        for node in local.graph.nodes:
+            if node.target is backward:
+                node.meta["watched"] = reducer().watched  # whether build() may look at gradients on their way
         local.end()
         local.unseeded()
         settled = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
@@ -86,6 +92,7 @@ def capture(
         logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
+        logical.constants,
     )
 
 
@@ -103,19 +110,20 @@ def _as(dry: Any, real: Any) -> Iterator[None]:
             set_world(real)
 
 
-def _stand_in(t: torch.Tensor, fake: Any, local: Local) -> torch.Tensor:
+def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     """An input without memory."""
     real = settle(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
-    stand_in = fake.from_tensor(real).requires_grad_(t.requires_grad)
+    if imagined:
+        with fake:
+            stand_in = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype).requires_grad_(t.requires_grad)
+    else:
+        stand_in = fake.from_tensor(real).requires_grad_(t.requires_grad)
     return GlobalTensor.wrap(stand_in, t._spec) if isinstance(t, GlobalTensor) else stand_in  # type: ignore[no-any-return]
-
-
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def _depends(error: BaseException) -> str:
     """Which line of the user's asks for a value."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_INSIDE) and not f.filename.startswith("<")]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename)]
     at = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "inside torch"
     return (
         f"build() asks for the value of a tensor, or for a shape that depends on values, which no static graph knows:\n  {at}\n"

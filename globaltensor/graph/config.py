@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +11,27 @@ from .errors import GraphError
 
 __all__ = ["Config"]
 
+#: How much of what can be saved of the fastest plan's memory a mode saves; None: what it takes to fit.
+MEMORY = {"Disable": 0.0, "SlightMemoryDown": 0.25, "ModerateMemoryDown": 0.5, "HeavyMemoryDown": 1.0, "AdaptiveMemory": None}
 STRAIGHTEN = ("Disable", "SpeedFirst", "MemoryFirst", "OverlapCpuGpu", "DelayShortGpu")
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What the search for layouts is told."""
+
+    ignore_user_sbp: bool = False
+    computation: float = 1.0
+    wait: float = 0.0  # in starts of a collective
+    trunk: bool = True
+    collector: bool = True
+    memory: str = "AdaptiveMemory"
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise GraphError(f"{what}: a number of at least 0, got {value!r}")
+    return float(value)
 
 
 class Config:
@@ -29,6 +50,7 @@ class Config:
         self.straighten = "MemoryFirst"
         self.fused: bool | None = None  # None, True: as the optimizers choose
         self.search: bool | None = None  # of cudnn's algorithms
+        self.auto: Auto | None = None  # search for layouts
         self.version = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -82,6 +104,61 @@ class Config:
 
         self.schedule = known(schedule)
 
+    def follow(self, plan: Any) -> None:
+        """Take what a plan of ``flow.auto.plan`` has chosen beside the layouts (those `flow.parallelize(model, placement, plan)` takes): the number of
+        micro-batches, the schedule of its stages, and ZeRO: the highest stage that it gives a parameter, for all that are at least as large as the smallest it
+        gives one to."""
+        chosen = plan.choices
+        self.set_gradient_accumulation_steps(chosen.get("micro_batches", 1))
+        if chosen.get("schedule"):
+            self.set_schedule(chosen["schedule"])
+        shared = chosen.get("zero") or {}
+        least = min((g.bytes // getattr(torch, g.dtype).itemsize for g in plan.given if g.name in shared), default=1)
+        self.enable_zero(bool(shared), stage=max((how["stage"] for how in shared.values()), default=1), shard_min_size=max(1, least))
+
+    # The search for layouts (auto/). Settings made before it is switched on count too.
+
+    def _auto(self, **changes: Any) -> None:
+        object.__setattr__(self, "_asked", replace(self.__dict__.get("_asked", Auto()), **changes))
+        if self.auto is not None:
+            self.auto = self._asked
+
+    def enable_auto_parallel(self, mode: bool = True) -> None:
+        """Search for the best layouts of parameters and of all that is computed, at the first call for each shape of the inputs. Explicit ``to_global`` in
+        build() stays. Parameters may lie otherwise afterwards: their sbp is part of the answer (`Graph.auto_plan`)."""
+        self.auto = self.__dict__.get("_asked", Auto()) if mode else None
+
+    def enable_auto_parallel_ignore_user_sbp_config(self, mode: bool = True) -> None:
+        """Let the search choose the layouts of explicit ``to_global`` in build() too, where these stay on the same placement."""
+        self._auto(ignore_user_sbp=bool(mode))
+
+    def set_auto_parallel_computation_cost_ratio(self, ratio: float) -> None:
+        """Weight of computing against moving; OneFlow's 0.05 is as the cluster's model says, twice that counts computing double. Raises GraphError below 0."""
+        self._auto(computation=_number("set_auto_parallel_computation_cost_ratio", ratio) / 0.05)
+
+    def set_auto_parallel_wait_time(self, cost: float) -> None:
+        """What each change of layout costs besides what the cluster's model says: in units of which OneFlow's 1.65e4 is the start of one collective. Favours
+        fewer, larger ones. Raises GraphError below 0."""
+        self._auto(wait=_number("set_auto_parallel_wait_time", cost) / 1.65e4)
+
+    def enable_auto_parallel_trunk_algo(self, mode: bool = True) -> None:
+        """Count the traffic of parameters and of their gradients, which is off the trunk of the computation, only as far as it cannot hide behind computing (on
+        unless this is called with False: then all of it counts)."""
+        self._auto(trunk=bool(mode))
+
+    def enable_auto_parallel_sbp_collector(self, mode: bool = True) -> None:
+        """Let several calls that take one tensor share a change of its layout in the search's accounts, as they do when they run (on unless this is called with
+        False)."""
+        self._auto(collector=bool(mode))
+
+    def enable_auto_memory(self, mode: str = "AdaptiveMemory") -> None:
+        """How much the search saves memory: "Disable" not at all; "SlightMemoryDown", "ModerateMemoryDown", "HeavyMemoryDown" a quarter, a half, all of what
+        can be saved of the fastest plan's; "AdaptiveMemory" what it takes to fit the device, where the cluster says how much that has. Raises GraphError for
+        another."""
+        if mode not in MEMORY:
+            raise GraphError(f"enable_auto_memory: one of {', '.join(MEMORY)}, got {mode!r}")
+        self._auto(memory=mode)
+
     def enable_timeline(self, mode: bool = True) -> None:
         """Note when each rank does what in a pipeline, for `Graph.timeline`. On an accelerator that makes a rank wait for its device after each action."""
         self.timeline = bool(mode)
@@ -130,5 +207,5 @@ class Config:
         """No effect: torch's allocator reuses memory at run time, there is no allocation plan to choose."""
 
     def __repr__(self) -> str:
-        changed = {k: v for k, v in self.__dict__.items() if k != "version"}
+        changed = {k: v for k, v in self.__dict__.items() if k not in ("version", "_asked")}
         return f"Config({', '.join(f'{k}={v!r}' for k, v in changed.items())})"

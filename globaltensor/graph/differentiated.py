@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -38,14 +39,14 @@ class Differentiated(Recorder):
             torch.Tensor.retain_grad: self._retained,
         }
 
-    def standing(self, a: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def standing(self, a: Any) -> Any: ...
 
-    def modes(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def modes(self) -> None: ...
 
-    def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor: ...
 
     def _backward(self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any) -> None:
         if create_graph or into is not None:

@@ -11,7 +11,7 @@ from ..distributed.comm import Comm
 from ..distributed.world import World
 from .errors import GraphError
 
-__all__ = ["INSIDE", "DryWorld", "Left", "Untraceable"]
+__all__ = ["INSIDE", "DryComm", "DryWorld", "Left", "Untraceable"]
 
 #: What a rank that runs build() puts before what it tells the others.
 INSIDE: Final = "in build()"
@@ -21,7 +21,7 @@ class Untraceable(Exception):
     """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept whole."""
 
 
-class _DryComm(Comm):
+class DryComm(Comm):
     """A communicator that sends nothing: what a step would receive has the right shape, and that is all that is asked of it."""
 
     def _swap(self, sends: Any, recvs: Any, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class DryWorld(World):
         self.real = real
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
-        return _DryComm(self, ranks)
+        return DryComm(self, ranks)
 
     def device(self, type: str) -> torch.device:
         return self.real.device(type)

@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 
 from .. import sharded
 from ..distributed.world import world
-from ..errors import noted
 from ..placement import Placement
 from ..reducer import reducer
+from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from . import passes, report, state
-from .agree import Text, agree, seed_of, settings
+from .agree import Text, agree, agreed, seed_of, settings
 from .blocks import Proxy
 from .capture import Captured, Result, capture
 from .checks import apply_settings, attributes, check_captured, check_optimizer, modules_of
 from .clip import clip
 from .config import Config
-from .dry import DryWorld, Left
+from .dry import DryWorld
 from .errors import GraphError
 from .held import Held
 from .lower import lower
@@ -39,14 +39,17 @@ from .pipeline.grads import Grads
 from .pipeline.measured import measured
 from .pipeline.staged import Staged
 from .pipeline.timeline import Timeline
-from .plan import Plan, following, plan_of
+from .plan import Applied, Plan, following, plan_of
 from .program import Program, reader
-from .watch import stages_of, watched
+from .watch import lying, stages_of, watched
 from .zero import Zero
 
 __all__ = ["Graph"]
 
 _numbers = itertools.count()
+
+#: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by globaltensor.auto.
+SEARCHES: list[Callable[..., Applied]] = []
 
 
 class _Optimizer:
@@ -61,6 +64,7 @@ class Built:
 
     def __init__(self, captured: Captured, program: Program | None, staged: Staged | None) -> None:
         self.captured, self.program, self.staged = captured, program, staged
+        self.searched: Any = None  # the plan that a search has found for it
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
         """The results of each micro-batch; gradients are summed over the ranks in the last one."""
@@ -68,6 +72,8 @@ class Built:
             outs: Any = self.staged(micros, scale)
         else:
             outs, here = [], reducer()
+            if training and len(micros) > 1:
+                here.watched = True  # what several passes add up is not owed one number
             for i, inputs in enumerate(micros):
                 early = training and i < len(micros) - 1
                 here.deferred += early
@@ -118,6 +124,7 @@ class Graph:
             _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
             _captures=0,
             _plan=None,
+            _arranged=None,  # the plan that a search has found for the shape being built
             _lock=threading.Lock(),
         )
 
@@ -250,6 +257,7 @@ class Graph:
         if not self._built:
             agree(self.name, Text(settings(self, ())))  # before anything is done by them
         self._attach()
+        args, kwargs = self._brought(args, kwargs)
         cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
         built = self._for(*micros[0], len(micros))
@@ -310,10 +318,34 @@ class Graph:
         zero = None if wanted is None else Zero([entry.optimizer for entry in self._optimizers], wanted[0], wanted[1]).attach()
         self.__dict__["_shared"] = (wanted, zero)
 
+    def _brought(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments; where there are stages, what lies where none does (a batch on all ranks) is brought to the first, with its sbp as it is."""
+        places = self._places()
+        given = tensors_in(kwargs, tensors_in(args, []))
+        if not places or not any(isinstance(t, GlobalTensor) and t.placement not in places for t in given):
+            return args, kwargs
+        first = places[0]
+
+        def there(t: Any) -> Any:
+            if not isinstance(t, GlobalTensor) or t.placement in places:
+                return t
+            return t.to_global(placement=first, sbp=layout_on(first, t.sbp))
+
+        these = iter([there(t) for t in given])
+        return replaced(args, these), replaced(kwargs, these)
+
+    def _places(self) -> list[Placement]:
+        """Where the stages lie that modules are said to be in."""
+        key = self._held_now(), *((b.stage_id, b.placement) for b in self._blocks.values())
+        known = self.__dict__.get("_lie")
+        if known is None or known[0] != key:
+            known = self.__dict__["_lie"] = (key, lying(self._modules, self._blocks))
+        return known[1]  # type: ignore[no-any-return]
+
     # Building
 
     def _key(self, args: Any, kwargs: Any) -> Any:
-        held = self._held_now()
+        held = self._held if self._held is not None else self._held_now()  # in a call `_places` has looked
         return (_shape_of(args), _shape_of(kwargs), held.state(), self.config.version, self.training, attributes(self), _autocast_now())
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
@@ -323,7 +355,14 @@ class Graph:
         except TypeError as error:
             raise GraphError(f"{self.name}: the arguments of a graph are tensors and values that can be compared (numbers, strings, None): {error}") from None
         if found is None:
-            found = self._built[key] = self._build(args, kwargs, micros)
+            try:
+                if self.config.auto is not None and self._plan is None:
+                    self.__dict__["_arranged"] = SEARCHES[0](self, args, kwargs)  # parameters may lie otherwise after it
+                    self._held_now()
+                    key = self._key(args, kwargs)
+                found = self._built[key] = self._build(args, kwargs, micros)
+            finally:
+                self.__dict__["_arranged"] = None
             while len(self._built) > max(1, self._size):
                 self._built.popitem(last=False)
         else:
@@ -332,24 +371,16 @@ class Graph:
         return found
 
     def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
-        with torch.set_grad_enabled(self.training):
-            try:
+        def once() -> tuple[tuple[Captured, Sequence[Placement]], Text]:
+            with torch.set_grad_enabled(self.training):
                 captured = self._captured(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
-                told = Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
-            except Exception as error:
-                if not isinstance(error, Left):
-                    agree(self.name, error)
-                noted(error, f"(while {self.name} was captured)")
-                raise
-        agree(self.name, told)
-        try:
-            built = self._programs(captured, stages, args, kwargs, micros)
-        except Exception as error:
-            agree(self.name, error)
-            raise
-        agree(self.name, None)
+                return (captured, stages), Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
+
+        captured, stages = agreed(self.name, once, f"{self.name} was captured")
+        built = agreed(self.name, lambda: (self._programs(captured, stages, args, kwargs, micros), None))
+        built.searched = None if self._arranged is None else self._arranged.searched
         self.__dict__["_last"] = built
         self._debug.log(self, captured, built.module)
         return built
@@ -370,7 +401,8 @@ class Graph:
             built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
         return built
 
-    def _captured(self, args: Any, kwargs: Any) -> Captured:
+    def _captured(self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks) -> Captured:
+        """``around``: of the context in which modules say when they run, the one to run build() in."""
         self.__dict__["_captures"] += 1
         named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
         kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._owners()} or {"cpu"}
@@ -383,7 +415,8 @@ class Graph:
                 return self.build(*args, **kwargs)
 
         hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks)
-        return capture(build, args, kwargs, named, hooks if self._plan is None else functools.partial(following, self._plan, hooks))
+        applied = self._arranged or (None if self._plan is None else Applied(self._plan))
+        return capture(build, args, kwargs, named, around(hooks if applied is None else functools.partial(following, applied, hooks)))
 
     # Looking at it
 
@@ -408,6 +441,13 @@ class Graph:
         the same. That call raises GraphError where an op cannot take an operand so, naming it, or where the plan is of another graph."""
         self.__dict__["_plan"] = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         self.config.version += 1
+
+    def auto_plan(self) -> Any:
+        """What the search has found for the inputs last seen (`flow.auto.Plan`): its price, its proof, its memory, its reasons. Raises GraphError where
+        these were seen without config.enable_auto_parallel(), or follow a plan of `use_plan`, and before the first call."""
+        if self._last is None or self._last.searched is None:
+            raise GraphError(f"{self.name} has no automatic plan of the inputs last seen: call config.enable_auto_parallel() before that, and not use_plan()")
+        return self._last.searched
 
     def on_one_device(self) -> fx.GraphModule:
         """The captured graph of the inputs last seen as a module of plain tensors, with copies of the parameters as they are now: for looking, testing, export.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import _torch
 from ..plans import tensors_in
 from ..wrapper import GlobalTensor
 from .errors import GraphError
@@ -91,4 +92,5 @@ def _restored(path: str, part: torch.nn.Module, attributes: Any, parameters: Any
                 "Return the tensor from build() instead",
                 stacklevel=2,
             )
+    _torch.refresh_weights(part)
     return writes  # type: ignore[return-value]

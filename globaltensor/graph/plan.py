@@ -22,8 +22,9 @@ from ..sbp import Sbp, broadcast, partial_sum
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .errors import GraphError
+from .single import SAME
 
-__all__ = ["Applied", "Moved", "Operand", "Plan", "PlannedOp", "following", "plan_of"]
+__all__ = ["Applied", "Moved", "Operand", "Plan", "PlannedOp", "entry", "following", "plan_of"]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]
@@ -120,7 +121,7 @@ class Plan:
             if told["version"] != VERSION:
                 raise GraphError(f"{os.fspath(path)} is a plan of version {told['version']}, this is version {VERSION}")
             return cls(tuple(_op(op) for op in told["ops"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise GraphError(f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}") from error
 
     def diff(self, other: Plan) -> str:
@@ -171,7 +172,7 @@ def _op(told: dict[str, Any]) -> PlannedOp:
     )
 
 
-def _entry(text: str) -> Sbp:
+def entry(text: str) -> Sbp:
     """An entry as it is printed -> the entry. Raises ValueError."""
     if text == "B":
         return broadcast
@@ -232,8 +233,10 @@ def _final(boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, t
 class Applied:
     """A plan being followed while a graph is captured: operands are boxed to what it says before an op runs."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.next = plan, 0
+    def __init__(self, plan: Plan, strict: bool = True, unasked: bool = False, searched: Any = None) -> None:
+        """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``: explicit changes of layout in build() follow the plan, not
+        the code. ``searched``: what a search has found, where the plan comes from one."""
+        self.plan, self.next, self.strict, self.unasked, self.searched = plan, 0, strict, unasked, searched
 
     def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the plan wants them. Raises GraphError where an operand cannot be brought there."""
@@ -241,6 +244,8 @@ class Applied:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if op is None or op.function not in _spellings(func) or len(op.operands) != len(tensors):
             return args, kwargs  # a call that gives no tensor; `after` says where the plan is of another graph
+        if self.unasked and op.function in SAME and op.operands[0].wanted:
+            return args[:1], {"sbp": [entry(e) for e in op.operands[0].wanted]}
         inplace = func in RULES and RULES[func].inplace
         called = name_of(func)
         these = iter([t if inplace and i == 0 else self._brought(op, i, t, called) for i, t in enumerate(tensors)])
@@ -251,7 +256,7 @@ class Applied:
         if not isinstance(t, GlobalTensor) or not wanted or _layout(t._spec) == wanted or t._spec.shown is not t._spec:
             return t  # what is stored in shares is brought together by the op
         try:
-            spec = t._spec.replace(layout=[_entry(e) for e in wanted])
+            spec = t._spec.replace(layout=[entry(e) for e in wanted])
             if len(wanted) != t._spec.placement.axes:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
             if "_is_param" in t.__dict__ and sharded.gather_axes(t._spec, spec):
@@ -273,7 +278,7 @@ class Applied:
         for i, taken in enumerate(node.meta["took"]):
             got = _final(node.meta["boxes"], node.meta["called"], i, taken)
             wanted = op.operands[i].wanted
-            if wanted and got is not None and _layout(got) != wanted:
+            if self.strict and wanted and got is not None and _layout(got) != wanted:
                 raise GraphError(
                     f"{op.name} = {op.function} (in {op.module or 'build()'}): the plan wants operand {i} ({op.operands[i].of}) as {_show(wanted)}, "
                     f"but the op takes it as {_show(_layout(got))}\n{_admitted(func, args, kwargs)}"
@@ -320,9 +325,9 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
 
 
 @contextlib.contextmanager
-def following(plan: Plan, hooks: Callable[[Any], Any], logical: Any) -> Iterator[None]:
+def following(applied: Applied, hooks: Callable[[Any], Any], logical: Any) -> Iterator[None]:
     """``hooks(logical)``, with the recorder ``logical`` following a plan."""
-    logical.applied = Applied(plan)
+    logical.applied = applied
     with hooks(logical):
         yield
     logical.applied.finish()

@@ -20,7 +20,7 @@ from ..distributed.world import world
 from ..placement import Placement
 from ..plans import name_of, replaced, tensors_in
 from ..rules.quotient import settle
-from ..spec import Spec
+from ..spec import Spec, layout_on
 from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
 from .constants import NotConstant, evaluated
@@ -297,7 +297,7 @@ class Logical(Recorder):
         node = self.node(target, self.arg(args), self.arg(kwargs), out, written)
         reached = [s for s in (self.stage, *(a.meta.get("reached") for a in node.all_input_nodes if self.stage is None)) if s is not None]
         node.meta["reached"] = max(reached, default=None)  # the latest stage that it follows from
-        node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()))
+        node.meta.update(where=line(), modes=(torch.is_grad_enabled(), casting()), func=func)
         given = [t._spec for t in tensors_in(out, []) if isinstance(t, GlobalTensor)]
         if any(came) or given:  # for the plan: how operands came and were taken, what moved
             node.meta.update(came=came, took=took, boxes=tuple(self.local.boxed[first:]), called=name_of(func), given=given)
@@ -306,10 +306,10 @@ class Logical(Recorder):
         return out
 
     def brought(self, t: GlobalTensor, where: Placement) -> GlobalTensor:
-        """The tensor on another placement, with its sbp as it is."""
+        """The tensor on another placement, with its sbp as it is where that has as many axes."""
         key = (id(t), where)
         if key not in self.moved:
-            self.moved[key] = (t, t.to_global(placement=where))  # kept, so that the id stays its own
+            self.moved[key] = (t, t.to_global(placement=where, sbp=layout_on(where, t.sbp)))  # kept, so that the id stays its own
         return self.moved[key][1]  # type: ignore[return-value]
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -332,7 +332,7 @@ class Logical(Recorder):
             if not _torch.is_fake(t._local):
                 raise GraphError(f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter to {placement!r} with to_global, before the call")
             with self:
-                moved: Any = t.to_global(placement=placement)
+                moved: Any = t.to_global(placement=placement, sbp=layout_on(placement, t.sbp))
             node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # what it was
             t._local, t._spec = moved._local, moved._spec
             node = self.known[id(t)] = self.of(moved)

@@ -6,6 +6,7 @@ import itertools
 import operator
 import sys
 import types
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .errors import GraphError
 
-__all__ = ["Made", "Recorder", "casting", "line", "specs_of", "spelled"]
+__all__ = ["Made", "Recorder", "casting", "line", "of_user", "specs_of", "spelled"]
 
 _SPELLED: Final = {
     "__add__": operator.add,
@@ -41,7 +42,7 @@ _OPERATORS: Final = {f: n for n, f in vars(torch.Tensor).items() if n.startswith
 _BASIC = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode, ABC):
     """Writes calls into ``graph``. A tensor is known by its identity; what is not known yet is a state: it becomes an input of the graph."""
 
     def __init__(self, fake: Any) -> None:
@@ -114,8 +115,8 @@ class Recorder(TorchFunctionMode):
         found = self.known.get(id(t))
         return found if found is not None else self.state(t)
 
-    def state(self, t: torch.Tensor) -> fx.Node:
-        raise NotImplementedError
+    @abstractmethod
+    def state(self, t: torch.Tensor) -> fx.Node: ...
 
 
 def specs_of(args: Any, kwargs: Any) -> list[Spec | None]:
@@ -140,14 +141,19 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return func, args
 
 
-_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+
+def of_user(path: str) -> bool:
+    """Whether a file is the user's, not torch's or ours."""
+    return not path.startswith(_INSIDE)
 
 
 def line() -> str:
     """file:line of the user's code that is running."""
     frame = sys._getframe(2)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INSIDE) and not frame.f_code.co_filename.startswith("<"):
+        if of_user(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

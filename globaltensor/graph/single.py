@@ -14,9 +14,9 @@ from ..wrapper import GlobalTensor
 from .errors import GraphError
 from .steps import autocast, set_grad_enabled
 
-__all__ = ["on_one_device"]
+__all__ = ["SAME", "on_one_device"]
 
-_SAME = ("to_global", "global_to_global")
+SAME = ("to_global", "global_to_global")
 
 
 def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -> fx.GraphModule:
@@ -65,7 +65,7 @@ def _switch(graph: fx.Graph, now: Any, wanted: Any) -> Any:
 
 def _translated(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     target, where = node.target, node.meta.get("where", "")
-    if target in _SAME:
+    if target in SAME:
         return made[node.args[0]]  # type: ignore[index]
     if target == "to_local":
         spec = node.args[0].meta["val"]._spec  # type: ignore[union-attr]

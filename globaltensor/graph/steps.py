@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .. import draws, gradients, sharded
 from ..boxing import box, plan
+from ..rules.quotient import Count
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 
-__all__ = ["Boxing", "Draw", "Gather", "Step", "autocast", "backward", "set_grad_enabled"]
+__all__ = ["Boxing", "Draw", "Gather", "Step", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
 
 set_grad_enabled = torch.set_grad_enabled
 
@@ -35,9 +36,10 @@ class Step:
 
 
 class Draw(Step):
-    """A random op: it draws from its own stream, equal on ranks that hold equal values."""
+    """A random op: it draws from its own stream, equal on ranks that hold equal values. ``repeats``: whether it draws the same numbers when it runs again."""
 
     __module__ = "steps"
+    repeats = False
 
     def __init__(self, function: Callable[..., Any], coordinate: tuple[int, ...]) -> None:
         super().__init__(function)
@@ -74,12 +76,35 @@ class Gather(Step):
         return sharded.gathered(self.leaf, self.leaf._spec, self.dst, self.why)
 
 
-def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, *, retain_graph: bool = False) -> None:
-    """The backward pass of this rank's part. ``scale`` multiplies what it starts from."""
+def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, count: Count | None = None, *, retain_graph: bool = False) -> None:
+    """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is what this has yet to be divided by."""
     reached = [i for i, t in enumerate(tensors) if t.requires_grad]
     if reached:
         starts = [seeds[i] if scale == 1.0 else seeds[i] * scale for i in reached]
-        gradients.run([tensors[i] for i in reached], starts, retain_graph, False, None)
+        if count is not None:
+            gradients.run_owing(tensors[0], starts[0], count, retain_graph)
+        else:
+            gradients.run([tensors[i] for i in reached], starts, retain_graph, False, None)
+    elif count is not None:
+        count.start()
+
+
+def counted(spec: Spec, most: int) -> Callable[[Tensor], Count]:
+    """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is ``most`` at most."""
+
+    def start(part: Tensor) -> Count:
+        count = Count(GlobalTensor.wrap(part, spec), most)
+        if not count.may_ride():
+            count.start()
+        return count
+
+    return start
+
+
+def count_of(count: Count) -> Tensor:
+    """Wait for it."""
+    whole = count()
+    return whole._local if isinstance(whole, GlobalTensor) else whole
 
 
 def autocast(*kinds: tuple[str, bool, torch.dtype]) -> None:

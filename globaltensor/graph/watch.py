@@ -18,24 +18,30 @@ from .kept import kept
 from .nest import replaced, tensors_in
 from .record import Logical
 
-__all__ = ["block_of", "stages_of", "watched"]
+__all__ = ["block_of", "lying", "stages_of", "watched"]
 
 
 def block_of(module: torch.nn.Module, blocks: Mapping[int, Block]) -> Block | None:
-    """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut` has given it."""
+    """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut`, or a plan, has given it."""
     own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
     if own is None or cut is None or own.stage_id is not None:
         return own or cut
     both = Block()
-    both.stage_id, both.placement, both.activation_checkpointing = cut.stage_id, own.placement or cut.placement, own.activation_checkpointing
+    both.stage_id, both.placement = cut.stage_id, own.placement or cut.placement
+    both.activation_checkpointing = own.activation_checkpointing or cut.activation_checkpointing
     return both
+
+
+def _cut_off(module: torch.nn.Module) -> bool:
+    found = module.__dict__.get("_stage")
+    return found is not None and found.stage_id is not None
 
 
 @contextlib.contextmanager
 def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical) -> Iterator[None]:
     """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs."""
     watcher = _Watcher(logical)
-    logical.joins = any("_stage" in part.__dict__ for module in modules.values() for part in module.modules())
+    logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
     try:
         for name, module in modules.items():
             for path, part in module.named_modules():
@@ -143,6 +149,17 @@ def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping
         missing = min(set(range(len(found))) - set(found))
         raise GraphError(f"{name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}: set_stage({missing}, ...) is missing")
     return [found[k] for k in range(len(found))]
+
+
+def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> list[Placement]:
+    """Where stages lie by the settings of the modules alone, that of stage 0 first."""
+    found: dict[int, Placement] = {}
+    for _, part, block in _staged(modules, blocks):
+        if block is not None and block.stage_id is not None and block.stage_id not in found:
+            where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+            if where is not None:
+                found[block.stage_id] = where
+    return [found[k] for k in sorted(found)]
 
 
 def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:

@@ -14,23 +14,25 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch import function_mode_on, is_fake
 from ..wrapper import GlobalTensor
-from .extremum import extremum, settled, settling
+from .extremum import extremum, settled
 from .notation import Arg, Dims, Op, Split, align
 from .parts import register, split_in, unless_empty
-from .quotient import Quotient
+from .quotient import Count, Quotient
 from .registry import rule
 
-__all__ = ["pick"]
+__all__ = ["pick", "weight_of_kept"]
 
 
 def _reader(function: Any) -> Callable[..., dict[str, Any]]:
     """A call's arguments by name, the old ``size_average`` and ``reduce`` turned into ``reduction``."""
     signature = inspect.signature(function)
+    names = tuple(signature.parameters)
+    usual = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
 
     def read(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = dict(bound.arguments)
+        call = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
+        if len(call) != len(names) or len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
+            signature.bind(*args, **kwargs)  # says what is wrong; bind() itself takes ten times as long
         average, reduce = call.pop("size_average", None), call.pop("reduce", None)
         if average is not None or reduce is not None:
             call["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
@@ -211,11 +213,11 @@ def sum_of_kept(x: Tensor, target: Tensor, weight: Tensor | None, function: Any,
     return function(wide, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
 
 
-def weight_of_kept(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Sum of the weights of the targets that count."""
+def weight_of_kept(target: Tensor, weight: Tensor | None, ignore_index: int, most: int = 0) -> Tensor:
+    """Sum of the weights of the targets that count. ``most``: how many targets there are on all ranks, for who reads a program (graph/passes/late.py)."""
     given = (target,) if weight is None else (target, weight)
     if has_torch_function(given):
-        return handle_torch_function(weight_of_kept, given, target, weight, ignore_index)
+        return handle_torch_function(weight_of_kept, given, target, weight, ignore_index, most)
     keep = target != ignore_index
     return (keep if weight is None else weight.detach()[torch.where(keep, target, 0)] * keep).sum()
 
@@ -242,12 +244,15 @@ def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
     x, target, weight = call.pop("input"), call.pop("target"), call.pop("weight")
     del call["reduction"]
     ignore_index = call.pop("ignore_index")
-    count = settling(weight_of_kept(target, weight, ignore_index))  # on its way while the losses are computed
+    most, graph = target.numel(), torch.is_grad_enabled() and x.requires_grad
+    count = Count(weight_of_kept(target, weight, ignore_index, most), most)
+    if weight is not None or x.dtype == torch.float16 or not (graph and count.may_ride()):
+        count.start()  # on its way while the losses are computed
     total = sum_of_kept(x, target, weight, function, ignore_index, **call)
     if x.dtype == torch.float16:
         return (total / count()).to(x.dtype)
     if weight is None and isinstance(total, GlobalTensor) and total.requires_grad:
-        return Quotient.of(total, count, target.numel())
+        return Quotient.of(total, count)
     return total / count()
 
 

@@ -1,34 +1,118 @@
 """A mean whose count is still on its way: the quotient is taken when somebody looks at it.
 
 A cross-entropy over a split batch divides by the targets that count on *all* ranks. Were that number awaited in the forward pass, every rank would wait for the
-slowest in the middle of each step. Backward does not need it there: gradients are linear in what it starts from, so a pass may start from
-``1 / bound`` and pay the factor ``bound / divisor`` when the gradients of leaves leave the rank to be summed (reducer.py), where ranks meet anyway.
+slowest in the middle of each step. Backward does not need it there: gradients are linear in what it starts from, so a pass may start from ``1 / bound`` and pay
+the factor ``bound / count`` when the gradients of leaves have been summed (reducer.py), where ranks meet anyway. Then the count needs no collective of its own
+either: it rides at the end of the first bucket of gradients.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from .. import _torch
+from ..distributed.world import world
+from ..placement import Placement
+from ..sbp import partial_sum
 from ..wrapper import GlobalTensor
+from .extremum import settling
 
-__all__ = ["Quotient"]
+__all__ = ["Count", "Quotient", "settle"]
+
+
+def _over() -> torch.Tensor:
+    raise AssertionError("asked once")
+
+
+class Count:
+    """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the latest when it is called; or it rides with something else.
+    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that."""
+
+    def __init__(self, part: torch.Tensor, bound: int) -> None:
+        self.part, self.bound = part, bound
+        self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
+        self.riding = False
+        self._sum: torch.Tensor | None = None
+        self._factor: float | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._wait is not None
+
+    def start(self) -> None:
+        """Begin, unless it is on its way. Collective."""
+        if self._wait is None:
+            self._wait = settling(self.part)
+
+    def __call__(self) -> torch.Tensor:
+        """The sum on every rank. Collective where it has not been started."""
+        if self._sum is None:
+            self.start()
+            assert self._wait is not None
+            self._sum, self._wait = self._wait(), _over  # and let go of what brought it
+        return self._sum
+
+    def factor(self) -> float:
+        """``bound`` over the count. Where nothing counts nothing has a gradient: 1."""
+        if self._factor is None:
+            found = self()
+            self._factor = self.bound / (float(found._local if isinstance(found, GlobalTensor) else found) or self.bound)
+        return self._factor
+
+    def may_ride(self) -> bool:
+        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking."""
+        here, part = world(), self.part
+        found = here.reducer
+        if found is None or not found.rides or found.watched or found.asked or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
+            return False
+        return len(part._spec.placement.flat) == here.size and any(e is partial_sum for e in part._spec.layout)
+
+    def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, of one element, that then is the count. None: it is on its way already, or
+        such a sum is another one, or not exact, and it has been started."""
+        if self._wait is not None:
+            return None
+        assert isinstance(self.part, GlobalTensor)
+        spec = self.part._spec
+        own = {a for a, e in enumerate(spec.layout) if e is partial_sum}
+        if placement is not spec.placement or not own.issubset(axes) or not dtype.is_floating_point or self.bound * torch.finfo(dtype).eps > 1:
+            self.start()
+            return None
+        where = placement._coordinates[world().rank]
+        here = self.part._local.detach().reshape(1).to(dtype)
+        return torch.zeros_like(here) if any(where[a] for a in axes if a not in own) else here  # along other axes all have the same
+
+    def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
+        """What it rides with is under way: ``wait`` for it, then the count is in ``cell`` (of one element), to be read before others write there."""
+
+        def arrive() -> torch.Tensor:
+            wait()
+            whole = self.part._spec.replicated()  # type: ignore[attr-defined]
+            return GlobalTensor.wrap(cell.detach().to(whole.dtype, copy=True).reshape(()), whole)
+
+        self._wait, self.riding = arrive, True
+
+    def drop(self) -> None:
+        """What it rode with will not arrive."""
+        if self.riding and self._sum is None:
+            self._wait, self.riding = None, False
 
 
 class Quotient(GlobalTensor):
-    """``total / divisor()``. Becomes an ordinary GlobalTensor as soon as its local part is asked for."""
+    """``total / count()``. Becomes an ordinary GlobalTensor as soon as its local part is asked for."""
 
     __slots__ = ()
 
     @staticmethod
-    def of(total: GlobalTensor, divisor: Callable[[], torch.Tensor], bound: int) -> GlobalTensor:
-        """``divisor`` waits for a scalar; ``bound``: what it is most likely, the same on all ranks."""
+    def of(total: GlobalTensor, count: Count) -> GlobalTensor:
+        """``total``: a scalar that may have a gradient."""
         out = _torch.make_wrapper(Quotient, total._spec.shape, dtype=total._spec.dtype, device=total._local.device)
         out._spec = total._spec
-        out.__dict__["_parts"] = (total, divisor, bound)
+        out.__dict__["_parts"] = (total, count)
         return cast(GlobalTensor, out)
 
     @property
@@ -39,17 +123,69 @@ class Quotient(GlobalTensor):
     def _local(self, value: torch.Tensor) -> None:
         settle(self)._local = value
 
-    def owed(self) -> tuple[GlobalTensor, float, Callable[[], float]]:
-        """(the total, what backward may start from instead, what the gradients have to be multiplied by)."""
-        total, divisor, bound = self.__dict__["_parts"]
-        return total, 1 / bound, lambda: bound / (float(divisor()._local) or bound)  # where nothing counts, nothing has a gradient
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return bool(self.__dict__["_parts"][0].requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        settle(self).requires_grad = value
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.__dict__["_parts"][0].device  # type: ignore[no-any-return]
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return not self.requires_grad
+
+    def detach(self) -> GlobalTensor:  # type: ignore[override]
+        """The same value without a gradient, in the same memory: whichever of both is looked at first, the other has it then too."""
+        total, count = self.__dict__["_parts"]
+        out = Quotient.of(total.detach(), count)
+        out.__dict__["_source"] = weakref.ref(self)
+        self.__dict__.setdefault("_views", []).append(weakref.ref(out))
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SCALINGS and not kwargs and len(args) == 2 and not _torch.function_mode_on():
+            a, b = args  # a multiple is a quotient of a multiple: nobody has looked yet
+            if isinstance(a, Quotient) and type(b) in _NUMBERS:
+                total, count = a.__dict__["_parts"]
+                return Quotient.of(func(total, b), count)
+            if isinstance(b, Quotient) and type(a) in _NUMBERS and func in _PRODUCTS:
+                total, count = b.__dict__["_parts"]
+                return Quotient.of(func(a, total), count)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def owed(self) -> tuple[GlobalTensor, Count]:
+        """(the total, by what it has to be divided): backward may start from the total and ``1 / bound``, and owes the factor of the count."""
+        return self.__dict__["_parts"]  # type: ignore[no-any-return]
+
+
+_NUMBERS = (int, float)
+_PRODUCTS = frozenset((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.multiply, torch.Tensor.multiply))
+_SCALINGS = _PRODUCTS | {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.divide, torch.Tensor.divide, torch.true_divide, torch.Tensor.true_divide}
 
 
 def settle(x: GlobalTensor) -> GlobalTensor:
-    """Take the quotient: in place, since others may hold the tensor."""
+    """Take the quotient: in place, since others may hold the tensor. Collective where its count is not on its way."""
     if isinstance(x, Quotient):
-        total, divisor, _ = x.__dict__.pop("_parts")
-        found: Any = total / divisor()
+        held = x.__dict__
+        source = held["_source"]() if "_source" in held else None
+        if isinstance(source, Quotient):
+            settle(source)  # and with it this one
+            if not isinstance(x, Quotient):
+                return x
+        total, count = held.pop("_parts")
+        if not count.started and (reducer := world().reducer) is not None:
+            reducer.asked = True  # before backward: the next time it starts at once
+        found: Any = total / count() if source is None else source.detach()
         x.__class__ = GlobalTensor
         x._local, x._spec = found._local, found._spec
+        held.pop("_source", None)
+        for view in held.pop("_views", ()):
+            if (other := view()) is not None:
+                settle(other)
     return x

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -276,3 +277,10 @@ def _compare(
             continue
         filled = {r: torch.zeros(specs[i].local_shape(r), dtype=leaves[i].dtype) if g[k] is None else g[k] for r, g in grads.items()}
         close(assemble(filled, specs[i].dual(), f"gradient of operand {i}", want), truth[k], f"gradient of operand {i}", want)
+
+
+def spelled(value: Any) -> str:
+    """A parameter of a test in the test's name: as it prints, but for functions, whose addresses are of one process."""
+    if isinstance(value, partial):
+        return f"{spelled(value.func)}({', '.join([*map(str, value.args), *(f'{k}={v}' for k, v in value.keywords.items())])})"
+    return getattr(value, "__name__", None) or str(value)

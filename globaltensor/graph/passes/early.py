@@ -16,7 +16,7 @@ from ..joint import Begin, End, Joint, move_of
 from ..steps import Boxing, Draw, Gather, Step, autocast
 from .facts import Memory, differentiable, is_border, is_boxing, modes
 
-__all__ = ["begin_early"]
+__all__ = ["ancestors", "begin_early"]
 
 SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
 _VIEWS = frozenset(
@@ -107,7 +107,7 @@ def _hoist(graph: fx.Graph) -> None:
     last, placed, casts = given[-1], set(given), any(n.target is autocast for n in nodes)
     for node in found:
         wanted = {user for part in _results(node) for user in part.users}
-        chain = _ancestors(node)
+        chain = ancestors(node)
         if chain is None or not wanted or not memory.fixed(*chain) or not own.fixed(*_results(node)):
             continue
         if any(_nbytes(n) > SMALL for n in (*node.all_input_nodes, *_results(node))):
@@ -126,7 +126,7 @@ def _hoist(graph: fx.Graph) -> None:
         placed.add(last)
 
 
-def _ancestors(node: fx.Node) -> list[fx.Node] | None:
+def ancestors(node: fx.Node) -> list[fx.Node] | None:
     """What leads to a node, in order; None where something of it has an effect, meets other ranks, has a gradient, or may not be run earlier."""
     found: dict[fx.Node, None] = {}
     todo = list(node.all_input_nodes)

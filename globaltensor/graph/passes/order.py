@@ -17,6 +17,7 @@ from .dead import remove_dead
 from .early import begin_early
 from .folded import fold_sums
 from .identity import remove_identities
+from .late import count_late
 from .merged import merge_boxings
 from .redundant import remove_redundant, unmoved
 from .shared import share_boxings
@@ -26,7 +27,7 @@ __all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 Pass = Callable[[fx.Graph], None]
 #: What leaves every boxing as it was recorded.
 PLAIN: tuple[Pass, ...] = (remove_identities, remove_dead)
-PASSES: tuple[Pass, ...] = (*PLAIN, share_boxings, remove_redundant, share_boxings, fold_sums, merge_boxings, begin_early, remove_dead)
+PASSES: tuple[Pass, ...] = (*PLAIN, share_boxings, remove_redundant, share_boxings, fold_sums, count_late, merge_boxings, begin_early, remove_dead)
 
 
 def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:

@@ -113,5 +113,7 @@ def _copied(part: Part, later: Sequence[set[int]], here: Sequence[set[int]]) -> 
 
 
 def _random(node: fx.Node) -> bool:
-    """Whether a node may draw random numbers: such have effects though they write to none of their operands."""
-    return isinstance(node.target, Draw) or bool(node.meta.get("effect") and not node.meta.get("writes"))
+    """Whether a node may draw other numbers when it runs again: such have effects though they write to none of their operands."""
+    if isinstance(node.target, Draw):
+        return not node.target.repeats
+    return bool(node.meta.get("effect") and not node.meta.get("writes"))

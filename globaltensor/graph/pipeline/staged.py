@@ -53,6 +53,7 @@ class _Drawn(Draw):
     """A random op of a stage: what it draws depends on the micro-batch, not on the schedule; recomputed, it draws the same again."""
 
     __module__ = "steps"
+    repeats = True
 
     def __init__(self, draw: Draw, number: int, turn: _Turn) -> None:
         super().__init__(draw.function, draw.coordinate)
