@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -40,9 +41,15 @@ def call_after_accumulation(leaf: torch.Tensor) -> None:
 
 def fake_tensors() -> Any:
     """A mode in which tensors have a device but no memory. Autocast sees them, and does not see meta tensors, to which torch has public ways."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses import fake_tensor
 
-    return FakeTensorMode()
+    fake_tensor.log.addFilter(_unrecorded)
+    return fake_tensor.FakeTensorMode()
+
+
+def _unrecorded(record: logging.LogRecord) -> bool:
+    """Fake tensors log a stack trace for every wrong call, besides raising: while a recorder is at work the error alone is told."""
+    return not recording.on
 
 
 #: Whether a tensor is autograd's own "all zeros, without memory": it must be cloned before its memory is asked for.

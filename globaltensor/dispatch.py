@@ -77,11 +77,13 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         t = type(a)
         if t is GlobalTensor:
             key.append(a._spec)
-        elif t is float or t is int:
+        elif t is int:
+            key.append(int if func in _SCALARS else a)
+        elif t is float or t is bool:  # equal to the int of the same value, and another argument
             key.append(t)
-            if func not in _SCALARS:
+            if t is bool or func not in _SCALARS:
                 key.append(a)
-        elif a is None or t is bool or t is torch.dtype or t is str:
+        elif a is None or t is torch.dtype or t is str:
             key.append(a)
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)

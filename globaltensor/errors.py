@@ -39,6 +39,10 @@ class InplaceError(SbpError):
     """An in-place op that would need the sbp of its target changed."""
 
 
+class LocalTensorError(GlobalTensorError, AttributeError):
+    """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a plain tensor."""
+
+
 class KernelError(GlobalTensorError):
     """A global tensor reached a kernel below the function level."""
 

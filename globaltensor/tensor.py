@@ -15,7 +15,7 @@ from .boxing import box
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import world
-from .errors import GlobalTensorError, InplaceError, SbpError
+from .errors import GlobalTensorError, InplaceError, LocalTensorError, SbpError
 from .placement import Placement
 from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
@@ -161,7 +161,7 @@ def plain_to_local(self: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def _needs_global(name: str) -> property:
     def get(self: torch.Tensor) -> Any:
-        raise GlobalTensorError(f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first")
+        raise LocalTensorError(f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first")
 
     return property(get)
 

@@ -179,9 +179,9 @@ def test_machines_call_for_different_plans() -> None:
 
 def test_explicit_layouts_stay_unless_ignored() -> None:
     class Explicit(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, inner: nn.Module) -> None:  # made by `made`: nothing else may draw while it does
             super().__init__()
-            self.inner = Mlp()
+            self.inner = inner
 
         def forward(self, x: Any) -> Any:
             seen = x.to_global(sbp=[S(1)]) * 2.0
@@ -196,8 +196,7 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
     def run(ignore: bool) -> Any:
         with use_cluster(CLUSTERS["apart"]):
             where = mesh((2,))
-            model = Explicit()
-            model.inner = made("mlp")  # type: ignore[assignment]
+            model = Explicit(made("mlp"))
             model.to_global(where, [B])  # type: ignore[operator]
             graph = Twice(model, lambda config: config.enable_auto_parallel_ignore_user_sbp_config(ignore))
             loss, seen = graph(spread(drawn("mlp", 0)[0], where))

@@ -282,20 +282,27 @@ def test_log_and_ban() -> None:
         assert lines[0] == "to_global: f32[4, 4] S(0) on cpu[0, 1] -> f32[4, 4] B on cpu[0, 1]  all_gather  32 B"
 
 
-def test_results_can_be_written_to() -> None:
-    line = Placement("cpu", [0, 1])
-    specs = [Spec.make((4, 4), torch.float32, line, e) for e in (B, S(0), S(1), P)]
+@pytest.mark.parametrize("placement", [Placement("cpu", [0, 1]), GRID], ids=["line", "grid"])
+def test_results_can_be_written_to(placement: Placement) -> None:
+    specs = [Spec.make((5, 3), torch.float64, placement, layout) for layout in itertools.product((B, S(0), S(1), P), repeat=placement.axes)]
 
     def run() -> None:
-        for dst in specs[1:]:
-            for grad in (False, True):
-                x = torch.ones(4, 4, requires_grad=grad)
-                y = box(x, specs[0], dst, alias=False)
-                y.add_(1)
-                assert bool((x == 1).all())
-                assert y.requires_grad == grad
+        for src, dst, grad in itertools.product(specs, specs, (False, True)):
+            if src is dst:
+                continue
+            x = torch.ones(src.local_shape(world().rank), dtype=torch.float64, requires_grad=grad)
+            with torch.no_grad():
+                boxed = box(x, src, dst, alias=False)
+            y = box(x, src, dst, alias=False)
+            y.add_(1).relu_()
+            assert bool((x == 1).all()) and torch.equal(y, (boxed + 1).relu())
+            assert y.requires_grad == grad
+            if grad:
+                (gradient,) = torch.autograd.grad((y * 2).sum(), x)
+                (expected,) = torch.autograd.grad(((box(x, src, dst) + 1).relu() * 2).sum(), x)
+                assert torch.equal(gradient, expected)
 
-    simulate(2, run)
+    simulate(placement.size, run)
 
 
 def test_devices_of_another_type() -> None:

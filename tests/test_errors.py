@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -433,6 +434,7 @@ def placement_of_a_plain_tensor() -> None:
 
 @row(errors.GlobalTensorError, "a local tensor has no .sbp", "to_global(placement, sbp)")
 def sbp_of_a_plain_tensor() -> None:
+    assert not hasattr(torch.ones(2), "sbp") and getattr(torch.ones(2), "placement", None) is None
     _ = torch.ones(2).sbp
 
 
@@ -554,3 +556,21 @@ def test_a_rank_that_does_not_come() -> None:
 
     with pytest.raises(errors.WorldError, match=r"rank 0 waited in a collective among ranks \[0, 1\], but rank 1 has ended"):
         simulate(2, run, timeout=10.0)
+
+
+def test_a_wrong_call_in_a_graph_is_told_once() -> None:
+    class Wrong(flow.nn.Graph):
+        def build(self, x: Any) -> Any:
+            return x @ torch.ones(3, 2)
+
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)\[4, 4\] X \[3, 2\].*while Wrong_\d+ was captured"):
+            simulate(2, lambda: Wrong()(ones(S(0))))
+    finally:
+        logger.removeHandler(handler)
+    assert not logged

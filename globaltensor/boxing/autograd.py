@@ -120,6 +120,8 @@ class _Box(torch.autograd.Function):
         out = _run(route, local, alias)
         if _crosses(route) and world().rank not in route.dst.placement._coordinates:
             ctx.save_for_backward(out)
+        if not alias and out._is_view():  # of the buffer it came in, which nobody else knows: autograd forbids to write into a view made here
+            out = out.detach()
         return out
 
     @staticmethod

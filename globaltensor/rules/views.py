@@ -97,14 +97,20 @@ def regroup(op: Op, x: Arg, shape: Sequence[int]) -> None:
     passes(op)
 
 
+def _seen_as(method: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    return lambda input, *args, **kwargs: method(input, shape)
+
+
 def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
+    method = getattr(torch.Tensor, by)
+
     def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
         result = on_meta(input, name, args, kwargs)
         if result.dtype != input.dtype:
             _view_as_dtype(op, input, result)
             return
         regroup(op, input, result.shape)
-        op.local = lambda split: lambda input, *args, **kwargs: getattr(input, by)(split.out_shape())
+        op.local = lambda split: _seen_as(method, split.out_shape())
 
     return describe
 
