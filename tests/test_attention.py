@@ -331,7 +331,7 @@ def test_traffic(n: int) -> None:
     sbp, (there, back) = checked(tensors, split, "ring", (n,))
     assert sbp == ("S(2)",)
     assert there == [("exchange", 2 * BLOCK)] * (n - 1), "keys and values, to the next rank only"
-    assert back == [("exchange", 4 * BLOCK)] * (n - 1) + [("exchange", 2 * BLOCK)], "with them their gradients, which then go home"
+    assert back == [("exchange", 2 * BLOCK)] * (2 * n - 1), "in turn they and their gradients, which then go home"
 
     _, (there, back) = checked(tensors, split, "ring", (n,), is_causal=True)
     assert there == [("exchange", 2 * BLOCK)] + [("exchange", 0)] * (n - 2), "rank 0 sees its own keys alone and passes on no others"

@@ -22,7 +22,7 @@ from ..spec import pieces
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["Channel", "Comm", "Done", "Handle", "Message", "Scattered", "Traffic", "as_bytes", "combine", "comms", "flatten"]
+__all__ = ["Channel", "Comm", "Done", "Exchange", "Handle", "Message", "Scattered", "Traffic", "as_bytes", "combine", "comms", "flatten"]
 
 #: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
@@ -75,6 +75,19 @@ class Scattered:
         """What this rank gets."""
         assert self._value is not None, "wait() comes first"
         return self._value
+
+
+class Exchange:
+    """The handle of an exchange under way."""
+
+    def __init__(self, work: Handle, parts: dict[int, Tensor], kept: object = None) -> None:
+        self._work, self._parts, self._kept = work, parts, kept
+
+    def wait(self) -> dict[int, Tensor]:
+        """Block until all is here and what was sent may be written again -> what came, flat, by index. Raises WorldError where it cannot come."""
+        self._work.wait()
+        self._kept = None
+        return self._parts
 
 
 class Done:
@@ -351,6 +364,20 @@ class Comm(ABC):
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
         self.exchange_into(sends, recvs, like.device)
         return recvs
+
+    def exchange_async(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> Exchange:
+        """The same beside the computation, with other ranks only; what is sent must be left alone until ``wait()`` of the handle returns the parts."""
+        flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
+        recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
+        self._note("exchange", sum(f.nbytes for f in flats.values()))
+        if self.size == 1:
+            return Exchange(Done(), recvs)
+        into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
+        return Exchange(self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device), recvs, flats)
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        self._swap(sends, recvs, device)
+        return Done()
 
     def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
         """The same, into the given flat contiguous tensors."""

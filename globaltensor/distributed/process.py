@@ -25,6 +25,7 @@ __all__ = ["MessageComm", "ProcessComm"]
 
 _TAG: Final = 7001  # keeps our messages apart from those of the user's own send and recv
 _BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
+_AHEAD_TAG: Final = 7004  # and those of exchanges under way (7003 is that of channels)
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
 _TO_ALL: Final = 4  # up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its own
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
@@ -47,15 +48,11 @@ class MessageComm(Comm):
     def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
         if device.type != "cpu":
             return self._swap_staged(sends, recvs)
-        carrier, ranks = self.carrier, self.ranks
-        try:
-            works = [carrier.recv([t], ranks[i], self._tag) for i, t in recvs.items()]
-            works += [carrier.send([t], ranks[i], self._tag) for i, t in sends.items()]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self.broken("an exchange", error) from error
+        _Messages(self, sends, recvs, self._tag).wait()
         return None
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        return _Messages(self, sends, recvs, _AHEAD_TAG) if device.type == "cpu" else super()._swap_async(sends, recvs, device)
 
     @property
     def carrier(self) -> dist.ProcessGroup:
@@ -75,6 +72,25 @@ class MessageComm(Comm):
     def broken(self, what: str, error: Exception) -> WorldError:
         """The error for a failed collective."""
         return WorldError(f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}; a rank has died, hangs, or did something else")
+
+
+class _Messages:
+    """Messages of one exchange, under way."""
+
+    def __init__(self, comm: MessageComm, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
+        self._comm, carrier, ranks = comm, comm.carrier, comm.ranks
+        try:
+            self._works = [carrier.recv([t], ranks[i], tag) for i, t in recvs.items()]
+            self._works += [carrier.send([t], ranks[i], tag) for i, t in sends.items()]
+        except RuntimeError as error:
+            raise comm.broken("an exchange", error) from error
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._comm.broken("an exchange", error) from error
 
 
 class ProcessComm(MessageComm):
@@ -106,6 +122,13 @@ class ProcessComm(MessageComm):
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
         dist.all_to_all([recvs.get(i, none) for i in self._order], [sends.get(i, none) for i in self._order], group=group)
         return None
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        if not self._native(device) or self._mpi:
+            return super()._swap_async(sends, recvs, device)
+        group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
+        work = dist.all_to_all([recvs.get(i, none) for i in self._order], [sends.get(i, none) for i in self._order], group=group, async_op=True)
+        return _Work(self, work)
 
     # All-to-all, and what is made of it, on the cpu
 

@@ -2,7 +2,8 @@
 
 The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers"), and each
 block's result is merged by its log-sum-exp (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the result and the
-log-sum-exp of each row alone; the backward sends the blocks round again, their gradients with them, and these home from the last rank that adds to them.
+log-sum-exp of each row alone; the backward sends the blocks round again, their gradients a round behind, and these home from the last rank that adds to
+them. Blocks travel while those before them are worked on.
 
 Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have unequal work: the last does the most. Rows and keys
 may then be dealt out in pairs first, chunk i with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of chunks), after
@@ -12,7 +13,7 @@ which every rank does the same work in every round.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..distributed.comm import Comm, as_bytes, flatten
+from ..distributed.comm import Comm, flatten
 from ..distributed.world import world
 from ..spec import pieces
 from .parts import zeros_connected
@@ -145,12 +146,38 @@ class _Round:
         k, v = flat.split_with_sizes(self.sizes(j))
         return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(*self.shapes[1][:-2], n, self.shapes[1][-1])
 
-    def passed(self, t: int, flat: Tensor | None, like: Tensor) -> Tensor | None:
-        """Pass the block of round ``t`` on -> that of the next round, or None."""
-        j, then = self.block(t), self.block(t + 1)
-        sends = {(self.me + 1) % self.p: flat} if flat is not None and t + 1 <= self.hops[j] else {}
-        takes = {(self.me - 1) % self.p: sum(self.sizes(then))} if self.has(t + 1) else {}
-        return next(iter(self.comm.exchange(sends, takes, like).values()), None)
+    def pass_on(self, t: int, flat: Tensor | None, like: Tensor) -> Callable[[], Tensor | None]:
+        """Start passing on the block of round ``t`` -> a function that waits for that of the next round, None where this rank gets none."""
+        if t + 1 == self.count:
+            return lambda: None
+        sends = {(self.me + 1) % self.p: flat} if flat is not None and t + 1 <= self.hops[self.block(t)] else {}
+        takes = {(self.me - 1) % self.p: sum(self.sizes(self.block(t + 1)))} if self.has(t + 1) else {}
+        started = self.comm.exchange_async(sends, takes, like)
+        return lambda: next(iter(started.wait().values()), None)
+
+    def hand_on(self, t: int, sums: Tensor | None, like: Tensor) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        """Start handing on the gradients of the block of round ``t``, with what this rank and those before it add: to the next rank that sees the block, or
+        home -> a function that waits for (those of the next round's block so far, those of the own block if they come home now)."""
+        me, p, j = self.me, self.p, self.block(t)
+        if self.count == 1:
+            return lambda: (None, sums)
+        goes_on, comes, last = t + 1 <= self.hops[j], t + 1 < self.count and self.has(t + 1), self.hops[me]
+        sends: dict[int, Tensor] = {}
+        takes: dict[int, int] = {}
+        if sums is not None and (goes_on or t):
+            sends[(me + 1) % p if goes_on else j] = sums
+        if comes:
+            takes[(me - 1) % p] = sum(self.sizes(self.block(t + 1)))
+        if t and t == last:
+            takes[(me + t) % p] = sum(self.sizes(me))
+        started = self.comm.exchange_async(sends, takes, like)
+
+        def arrived() -> tuple[Tensor | None, Tensor | None]:
+            found = started.wait()
+            home = found[(me + t) % p] if t and t == last else sums if not t and not goes_on else None
+            return found[(me - 1) % p] if comes else None, home
+
+        return arrived
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
@@ -185,14 +212,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
     total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=kind)
     flat = _packed(k, v) if ring.count > 1 else None
     for t in range(ring.count):
+        passing = ring.pass_on(t, flat, q)
         if ring.has(t):
-            if t:
-                assert flat is not None
+            if flat is not None and t:
                 k, v = ring.opened(flat, ring.block(t))
             for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[ring.block(t)], way.causal):
                 merge(out[..., r, :], total[..., r, :], *block(q[..., r, :], k[..., c, :], v[..., c, :], part, square, way.scale))
-        if t + 1 < ring.count:
-            flat = ring.passed(t, flat, q)
+        flat = passing()
     if len(way.merged) > 1:
         out, total = _merged(out, total, way.merged)
     done = out.to(dtype)
@@ -244,14 +270,15 @@ def _backward(
         grad, q, k, v = _dealt(way, [grad, q], [k, v])
     ring = _Round(way, k, v)
     dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
-    message: Tensor | None = _first_message(ring, k, v, total.dtype)
+    flat = _packed(k, v) if ring.count > 1 else None
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
+    handing: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None
     for turn in range(ring.count):
-        if message is not None:
-            j = ring.block(turn)
-            sums, flat = _parts(ring, message, j, total.dtype, q.dtype)
-            if turn:
+        passing, j, sums = ring.pass_on(turn, flat, q), ring.block(turn), None
+        if ring.has(turn):
+            if flat is not None and turn:
                 k, v = ring.opened(flat, j)
+            sums = k.new_zeros(sum(ring.sizes(j)), dtype=total.dtype)
             dk, dv = ring.opened(sums, j)
             for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[j], way.causal):
                 some = grad[..., r, :], q[..., r, :], k[..., c, :], v[..., c, :], part, out[..., r, :], total[..., r, :]
@@ -261,55 +288,22 @@ def _backward(
                 dv[..., c, :].add_(found[2])
                 if slopes is not None and found[3] is not None:
                     cut(slopes, r, key_slice(keys[j], c)).add_(found[3])
-        message, home = _handed_on(ring, turn, message, total.dtype, q)
-        own = home if home is not None else own
+        flat = passing()
+        if handing is not None:
+            before, home = handing()
+            if sums is not None and before is not None:
+                sums.add_(before)
+            own = own if home is None else home
+        handing = ring.hand_on(turn, sums, total)
+    assert handing is not None
+    home = handing()[1]
+    own = own if home is None else home
     assert own is not None
     dk, dv = ring.opened(own, ring.me)
     if way.dealt:
         dq, dk, dv = _dealt(way, [dq], [dk, dv], back=True)
     found = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None if slopes is None or mask is None else slopes.to(mask.dtype)
     return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
-
-
-def _first_message(ring: _Round, k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
-    """What goes round: the gradients first, which are of the wider type, so that both parts are aligned; then the keys and values, where anybody sees them."""
-    size = wide.itemsize + (k.itemsize if ring.count > 1 else 0)
-    message = k.new_zeros(sum(ring.sizes(ring.me)) * size, dtype=torch.uint8)
-    if ring.count > 1:
-        for place, t in zip(ring.opened(_parts(ring, message, ring.me, wide, k.dtype)[1], ring.me), (k, v), strict=True):
-            place.copy_(t)
-    return message
-
-
-def _parts(ring: _Round, message: Tensor, j: int, wide: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gradients of rank j's block, the block) in a message of the backward."""
-    n = sum(ring.sizes(j)) * wide.itemsize
-    return message[:n].view(wide), message[n:].view(dtype)
-
-
-def _handed_on(ring: _Round, t: int, message: Tensor | None, wide: torch.dtype, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """After round ``t`` of the backward: a block goes on with its gradients, or these go home -> (the next message, the own gradients if they came)."""
-    me, p, j, then, last = ring.me, ring.p, ring.block(t), ring.block(t + 1), ring.hops[ring.me]
-    sends: dict[int, Tensor] = {}
-    takes: dict[int, int] = {}
-    home = None
-    if message is not None and t + 1 <= ring.hops[j]:
-        sends[(me + 1) % p] = message
-    elif message is not None and t:
-        sends[j] = as_bytes(_parts(ring, message, j, wide, like.dtype)[0])
-    elif message is not None:  # nobody else sees the own keys
-        home = _parts(ring, message, j, wide, like.dtype)[0]
-    comes = t + 1 < ring.count and ring.has(t + 1)
-    if comes:
-        takes[(me - 1) % p] = sum(ring.sizes(then)) * (wide.itemsize + like.itemsize)
-    if t and t == last:
-        takes[(me + t) % p] = sum(ring.sizes(me)) * wide.itemsize
-    if ring.count == 1:
-        return None, home
-    found = ring.comm.exchange(sends, takes, torch.empty(0, dtype=torch.uint8, device=like.device))
-    if t and t == last:
-        home = found[(me + t) % p].view(wide)
-    return found[(me - 1) % p] if comes else None, home
 
 
 # ---------------------------------------------------------------------------------------------------------------- differentiated again
