@@ -32,6 +32,7 @@ class Held:
         #: Parameters and buffers, each once.
         self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
         self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
+        self._known = frozenset(map(id, self.parameters))
 
     def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
         """Whether these modules hold the same parts and tensors still."""
@@ -56,15 +57,16 @@ class Held:
 
     def clear(self, optimizers: Iterable[Optimizer]) -> None:
         """No gradients are left, in the optimizers' parameters too."""
+        _clear(self.parameters)
+        known = self._known
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                _clear(group["params"])
-        _clear(self.parameters)
+                _clear([p for p in group["params"] if id(p) not in known])
 
 
 def _clear(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
-        if isinstance(p, GlobalTensor):
-            _set_grad(p, None)
-        else:
+        if not isinstance(p, GlobalTensor):
             p.grad = None
+        elif p._local.grad is not None or p._leaf is None or p._leaf.value is not None or "_kept_grad" in p.__dict__:
+            _set_grad(p, None)
