@@ -57,6 +57,7 @@ class Call:
     inplace: bool
     key: Hashable = None  # equal for calls that admit and cost the same
     extra: int = 0  # bytes that backward needs and that are none of the values
+    keeps: tuple[int, ...] = ()  # the values that its backward needs
     fixed: Any = None  # the sbp that an explicit to_global asks for
     wild: bool = False  # whether it takes part in no search: it says nothing of layouts
 
@@ -108,6 +109,7 @@ class _Reader:
         self.values: list[Value] = []
         self.at: dict[tuple[fx.Node, int], int] = {}
         self.storages: dict[int, int] = {}  # storage of a local stand-in -> the value whose memory it is
+        self.storage_of: list[int] = []  # of each value
         self.numbers: dict[str, int] = {}
         self.outputs: tuple[int, ...] = ()
         self.backward = False
@@ -118,7 +120,8 @@ class _Reader:
         self.values[-1].plain = not isinstance(t, GlobalTensor) and not state
         self.at[node, k] = number
         local = t._local if isinstance(t, GlobalTensor) else t
-        self.storages.setdefault(_storage(local), number)
+        self.storage_of.append(_storage(local))
+        self.storages.setdefault(self.storage_of[-1], number)
         return number
 
     def of(self, node: fx.Node) -> int | None:
@@ -194,6 +197,7 @@ class _Reader:
             v = self.storages.get(where)
             if v is not None:
                 self.values[v].saved = True
+                call.keeps += (next((o for o in (*call.operands, *call.outs) if self.storage_of[o] == where), v),)
             else:
                 call.extra += t.numel() * t.element_size()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import function_mode_on, is_zero_tensor
+from .._torch import function_mode_on, is_zero_tensor, storage_key
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
@@ -47,7 +47,7 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
 
 def _run(route: Plan, local: Tensor, alias: bool) -> Tensor:
     out = run(route, local)
-    if not alias and out.numel() and out.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+    if not alias and out.numel() and storage_key(out) == storage_key(local):
         return out.clone(memory_format=torch.contiguous_format)
     return out
 
