@@ -15,7 +15,7 @@ import torch
 
 from ._torch import function_mode_on
 from .boxing import box
-from .plans import promote
+from .plans import promote, replaced, tensors_in
 from .reducer import watch
 from .sbp import broadcast
 from .spec import Spec
@@ -152,8 +152,35 @@ def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
 
 
 def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function.apply`` on plain tensors, as a recorder sees it."""
+    """``function.apply``, as a recorder sees it."""
     return function.apply(*args, **kwargs)
+
+
+class OnParts:
+    """``function.apply`` on arguments some of which are global, as a function of their local parts: what a program keeps. Forward, backward and what they save
+    between them are of each run."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = tensors_in(kwargs, tensors_in(args, []))
+        self.function, self.specs = function, [t._spec if isinstance(t, GlobalTensor) else None for t in given]
+        self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(given)))
+        self.result: Any = None  # what it comes to: a nest with a placeholder for each tensor, and of each the spec, or which argument it is
+        self.outs: list[Spec | int | None] = []
+        self.written: list[int] = []  # arguments that have other local parts afterwards
+
+    def __call__(self, *parts: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(the parts of the tensors in the result, those of the arguments written into)."""
+        given = [part if spec is None else GlobalTensor.wrap(part, spec) for part, spec in zip(parts, self.specs, strict=True)]
+        args, kwargs = replaced((self.args, self.kwargs), iter(given))
+        result = self.function.apply(*args, **kwargs)
+        found = tensors_in(result, [])
+        self.result = replaced(result, iter([_EMPTY] * len(found)))
+        self.outs = [next((i for i, g in enumerate(given) if g is t), t._spec if isinstance(t, GlobalTensor) else None) for t in found]
+        self.written = [i for i, (g, part) in enumerate(zip(given, parts, strict=True)) if _local(g) is not part]
+        return [_local(t) for t in found], [_local(given[i]) for i in self.written]
+
+
+_EMPTY = torch.empty(0)
 
 
 def install() -> None:
@@ -162,13 +189,13 @@ def install() -> None:
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if function_mode_on():
+            return shown(applied, cls, args, kwargs)
         for a in args:
             if isinstance(a, GlobalTensor):
                 return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
             return _applied(cls, _positions(cls, args, kwargs))
-        if function_mode_on():
-            return shown(applied, cls, args, kwargs)
         return original(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]

@@ -172,6 +172,54 @@ def test_plain_tensors_beside_global_ones() -> None:
     simulate(2, run, affine, False, True)
 
 
+class Weighted(torch.nn.Module):
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w)
+
+
+def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Two steps of a program are two steps of a loop: what a Function saves is of the step."""
+    line = flow.placement("cpu", [0, 1])
+    draw = torch.Generator().manual_seed(2)
+    x0, w0 = torch.randn(2, 5, 4, dtype=torch.float64, generator=draw), torch.randn(4, dtype=torch.float64, generator=draw)
+    plain = Weighted(w0.clone())
+    wanted = []
+    for x in x0:
+        loss = (use(x, plain.w) ** 2).sum()
+        wanted.append(loss.item())
+        (grad,) = torch.autograd.grad(loss, [plain.w])
+        plain.w.data -= 0.001 * grad
+    for sbp in (S(0), S(1), B, P):
+        model = Weighted(w0.clone()).to_global(line, B)  # type: ignore[operator]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+        class Training(flow.nn.Graph):
+            def __init__(self, model: Any, optimizer: Any) -> None:
+                super().__init__()
+                self.model = model
+                self.add_optimizer(optimizer)
+
+            def build(self, x: Tensor) -> Tensor:
+                loss = (use(x, self.model.w) ** 2).sum()
+                loss.backward()
+                return loss
+
+        graph = Training(model, optimizer)
+        got = [graph(x.to_global(line, B).to_global(sbp=sbp)).item() for x in x0]  # type: ignore[attr-defined]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(torch.tensor(model.w.tolist(), dtype=torch.float64), plain.w.detach(), rtol=1e-10, atol=1e-11)
+        alone = graph.on_one_device()
+        with torch.no_grad():
+            alone.get_parameter("model.w").copy_(w0)
+        torch.testing.assert_close(alone(x0[0])[0].item(), wanted[0], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_in_a_graph(name: str) -> None:
+    simulate(2, in_a_graph, USES[name])
+
+
 def wrong() -> None:
     class Two(Cube):
         @staticmethod

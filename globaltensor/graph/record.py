@@ -243,7 +243,17 @@ class Local(Differentiated):
         return out
 
     def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return self.record(function.apply, args, kwargs, Step(function.apply, function.__name__))
+        given = tensors_in(kwargs, tensors_in(args, []))
+        if not any(isinstance(t, GlobalTensor) for t in given):
+            return self.record(function.apply, args, kwargs, Step(function.apply, function.__name__))
+        with self:
+            locals_ = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in given]
+        step = functions.OnParts(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
+        parts, written = self.record(step, locals_, {}, Step(step, function.__name__), True)
+        for i, part in zip(step.written, written, strict=True):
+            given[i]._local = part
+        wrapped = [given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o) for o, part in zip(step.outs, parts, strict=True)]
+        return replaced(step.result, iter(wrapped))
 
     def _gathered(self, leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
         local = self.standing(leaf._local)
