@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import random
 import threading
 import weakref
@@ -501,10 +502,21 @@ READ: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "stack": lambda m, x: x * torch.stack([m.bias[0]] * 4),
     "list of numbers": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.as_tensor([1, 2, 3, 4]),
     "functional_call": lambda m, x: torch.func.functional_call(m.to(nn.Module), {"weight": m.weight * 2}, (x,)),  # type: ignore[attr-defined]
+    "numbers of NumPy": lambda m, x: x * np.sqrt(4) + np.float32(2) * x + F.dropout(x, np.float64(0)).reshape(np.int64(3), -1) * np.array([2.0, 3.0])[1],
+    "enumerations": lambda m, x: x * Size.TWO + torch.einsum(Formula.ROWS, x, x).sum(Size.ONE, keepdim=True),
     "out": lambda m, x: torch.add(m(x), 1, out=torch.empty(3, 4)),
     "foreach": lambda m, x: torch._foreach_add([x, m(x)], 1)[1],
     "custom function": lambda m, x: Square.apply(m(x)),
 }
+
+
+class Size(enum.IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+class Formula(str, enum.Enum):
+    ROWS = "ij, ij -> ij"
 
 
 class Square(torch.autograd.Function):

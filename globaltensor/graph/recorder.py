@@ -7,6 +7,7 @@ import operator
 import sys
 import types
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ _SPELLED: Final = {
 #: Operators that torch writes in Python under other names: ``x ** 2`` calls a function named ``pow`` that no module has.
 _OPERATORS: Final = {f: n for n, f in vars(torch.Tensor).items() if n.startswith("__") and callable(f) and getattr(f, "__name__", n) != n}
 _BASIC = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
+#: Of what may be a subclass of Python's own: how its value is had.
+_PLAIN: Final[dict[type, Callable[[Any], Any]]] = {int: int, float: float, complex: complex, str: str.__str__}
 
 
 class Recorder(TorchFunctionMode, ABC):
@@ -106,6 +109,9 @@ class Recorder(TorchFunctionMode, ABC):
         if isinstance(a, slice):
             return slice(self.arg(a.start), self.arg(a.stop), self.arg(a.step))
         if isinstance(a, _BASIC):
+            for kind, plain in _PLAIN.items():  # programs are printed: NumPy's numbers and members of enumerations are no names there
+                if isinstance(a, kind) and type(a) not in _BASIC:
+                    return plain(a)
             return a
         name = next((n for n, v in self.constants.items() if v is a), None) or f"constant_{len(self.constants)}"
         self.constants[name] = a
