@@ -123,13 +123,18 @@ _by_sample(F.triplet_margin_loss, [1])
 # ---------------------------------------------------------------------------------------------------------------- classes
 
 
-def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
-    """``x[..., index, ...]`` at ``dim``, one element for each of ``index``; zero where the index is not among the classes here (from ``offset`` on).
+def pick(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """``x[..., index, ...]`` at ``dim``, one element for each of ``index``.
 
     ``x`` has the dims of ``index`` and ``dim``; or it is one row for all, and ``dim`` is 0.
     """
     if has_torch_function((x, index)):
         return handle_torch_function(pick, (x, index), x, index, dim)
+    return _pick_here(x, index, dim, 0)
+
+
+def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
+    """As pick, of the classes from ``offset`` on; zero where the index is not among them."""
     here = index - offset
     inside = (here >= 0) & (here < x.shape[dim])
     if not x.shape[dim]:
@@ -157,7 +162,7 @@ def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
             seen = index.device.type == "cpu" and index.numel() and (function_mode_on() or not is_fake(index))
             if seen and not 0 <= int(index.min()) <= int(index.max()) < classes:
                 raise IndexError(f"Target out of bounds: classes go from 0 to {classes - 1}, but targets from {int(index.min())} to {int(index.max())}")
-            return pick(x, index, dim, offset)
+            return _pick_here(x, index, dim, offset)
 
         return run
 

@@ -1,0 +1,91 @@
+"""Models as people write them, in graphs: two steps on two ranks are two steps of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bodies import values
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+
+
+class Contrastive(nn.Module):
+    """Two encoders, whose pairs are found in both directions (Radford et al. 2021): the targets follow from the code alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = F.normalize(self.left(x), dim=-1), F.normalize(self.right(x), dim=-1)
+        logits, labels = self.scale.exp() * a @ b.t(), torch.arange(len(x))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]  # whose result is a loss
+    shape: tuple[int, ...] = (4, 3)
+
+
+CASES = {"contrastive": Case(Contrastive)}
+
+
+def made(name: str) -> nn.Module:
+    model = CASES[name].model().double()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(values(*p.shape, seed=i))
+    return model
+
+
+def steps(model: nn.Module, batches: list[Tensor], step: Callable[[Tensor], Tensor]) -> list[Any]:
+    """The losses, then the parameters."""
+    losses = [step(x).item() for x in batches]
+    return [torch.tensor(losses, dtype=torch.float64), *(torch.tensor(p.tolist(), dtype=torch.float64) for p in model.parameters())]
+
+
+def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
+    line = flow.placement("cpu", [0, 1])
+    model = flow.parallelize(made(name), line, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Training(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.add_optimizer(optimizer)
+
+        def build(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.model(x)
+            loss.backward()
+            return loss
+
+    batches = [values(*CASES[name].shape, seed=20 + i).to_global(line, B).to_global(sbp=sbp) for i in range(2)]  # type: ignore[attr-defined]
+    for got, wanted in zip(steps(model, batches, Training()), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("plan", ["data", "tensor"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_one_device(name: str, plan: str) -> None:
+    plain = made(name)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = plain(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    want = steps(plain, [values(*CASES[name].shape, seed=20 + i) for i in range(2)], step)
+    simulate(2, on_ranks, name, plan, S(0) if plan == "data" else B, want)
