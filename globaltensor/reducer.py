@@ -360,6 +360,8 @@ def counts_ride(mode: bool = True) -> None:
 def attach(leaf: GlobalTensor) -> None:
     """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
     leaf._leaf = None
+    if _torch.is_fake(leaf._local) and _torch.function_mode_on():
+        return  # of a program: what comes to its leaves is told by it
     spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too, and watch: all must agree
     shared = any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout))
     if not shared:

@@ -31,12 +31,43 @@ class Contrastive(nn.Module):
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
 
+class Residual(nn.Module):
+    """The derivative of a network by its inputs is what learns (Raissi et al. 2019): a leaf that is made in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return (slope + bend).square().mean()
+
+
+class Adversarial(nn.Module):
+    """A step on inputs that a gradient has made worse (Goodfellow et al. 2015), which is read from the leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = [p.grad for p in self.parameters()]
+        worse = x.detach().clone().requires_grad_()
+        self.net(worse).square().mean().backward()
+        assert worse.grad is not None
+        for p, grad in zip(self.parameters(), before, strict=True):
+            p.grad = grad
+        return self.net(x + 0.1 * worse.grad).square().mean()  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]  # whose result is a loss
     shape: tuple[int, ...] = (4, 3)
 
 
-CASES = {"contrastive": Case(Contrastive)}
+CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial)}
 
 
 def made(name: str) -> nn.Module:

@@ -43,6 +43,9 @@ class Differentiated(Recorder):
     def standing(self, a: Any) -> Any: ...
 
     @abstractmethod
+    def within(self, stand: torch.Tensor) -> bool: ...
+
+    @abstractmethod
     def modes(self) -> None: ...
 
     @abstractmethod
@@ -67,12 +70,19 @@ class Differentiated(Recorder):
                 self._grads[id(leaf)] = ()
 
     def _get_grad(self, x: GlobalTensor) -> GlobalTensor | None:
-        """A parameter's gradient, as the backward pass before has left it; None where that does not get to it."""
+        """A leaf's gradient, as the backward pass before has left it; None where that does not get to it."""
         local = self.standing(x._local)
         found = self._grads.get(id(local))
         if found is None or isinstance(found, GlobalTensor):
             return found
         self.read = True
+        if self.within(local):  # no parameter: nobody sums it but here
+            self.modes()
+            out = self.made(local.shape, local.dtype, local.device, [])
+            self.node(getattr, (self.of(local), "grad"), {}, out, effect=True)
+            with self:
+                found = self._grads[id(local)] = GlobalTensor.wrap(out, x._spec.dual()).to_global(sbp=x.sbp)
+            return found
         shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
         self.modes()
         out = self.made(shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,), x._spec.dtype, local.device, [])

@@ -96,6 +96,10 @@ class Local(Differentiated):
             return {k: self.standing(v) for k, v in a.items()}
         return a
 
+    def within(self, stand: torch.Tensor) -> bool:
+        """Whether build() has made it."""
+        return id(stand) not in self._reals
+
     def of(self, t: torch.Tensor) -> fx.Node:
         stand = self._fakes.get(id(t), t)
         found = self.known.get(id(stand))
