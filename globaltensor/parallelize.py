@@ -295,9 +295,12 @@ class _Layer:
     """A linear layer: where it is, and its numbers of inputs and outputs."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        weight: Any = module.weight
         self.path, self.module = path, module
-        self.outputs, self.inputs = weight.shape[_outputs(module, weight)], weight.shape[_inputs(module, weight)]
+        weight: Any = module._parameters.get("weight")  # not `module.weight`: a parametrized one is computed anew, spectral norm's with another iteration
+        if weight is None:
+            self.outputs, self.inputs = module.out_features, module.in_features
+        else:
+            self.outputs, self.inputs = weight.shape[_outputs(module, weight)], weight.shape[_inputs(module, weight)]
 
     def column(self, whole: bool = False) -> Iterator[_Part]:
         """Split by outputs."""
@@ -314,7 +317,7 @@ class _Layer:
 
 def _structured(model: nn.Module) -> list[_Part]:
     """Column-then-row pairs, found by who stands beside whom: in a block of a repeated list of layers, what widens or makes heads comes before what closes."""
-    linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear) or (_transposed(m) and hasattr(m, "weight"))]
+    linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear) or (_transposed(m) and "weight" in m._parameters)]
     found: list[_Part] = []
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:

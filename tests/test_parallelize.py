@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -217,3 +218,16 @@ def test_fsdp_splits_evenly_where_it_can() -> None:
 def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
     with pytest.raises(SbpError, match=says):
         flow.parallelize(nn.Linear(2, 2), flow.placement("cpu", ranks), plan)
+
+
+def parametrized(plain: nn.Module) -> None:
+    """A weight that is computed anew whenever somebody asks is not asked: spectral norm's would be another one."""
+    kept = [b.clone() for b in plain.buffers()]
+    for plan in ("tensor", "sequence"):
+        model = flow.parallelize(copy.deepcopy(plain), flow.placement("cpu", [0, 1]), plan)
+        for b, want in zip(model.buffers(), kept, strict=True):
+            torch.testing.assert_close(whole(b), want, rtol=0, atol=0)
+
+
+def test_parametrized_weights_are_as_they_were() -> None:
+    simulate(2, parametrized, nn.Sequential(*[nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]))
