@@ -102,6 +102,10 @@ meshgrid_of_list = torch._VF.meshgrid
 
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
+#: What torch.nn.utils.parametrizations.weight_norm computes a weight by.
+weight_norm = torch._weight_norm
+#: What torch.distributions asks of its arguments.
+is_all_true, is_any_true = torch._is_all_true, torch._is_any_true
 #: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
 grouped_mm = [f for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)) if f is not None]
 #: Batch norm's kernel by its newer name.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _torch
 from ..sbp import partial_norm
 from .notation import Arg, Op, align
 from .parts import canonical, dims_of, kept, reduced, register, split_in
@@ -86,6 +87,17 @@ def _norm(op: Op, *args: Any, **kwargs: Any) -> None:
             _vector(op, input, order, dims, keepdim, _infinite(order, dims, keepdim, dtype))
 
     describe(*args, **canonical(kwargs))
+
+
+@rule([torch.norm_except_dim])
+def _norm_except(op: Op, v: Arg, pow: float = 2, dim: int = 0) -> None:
+    op.compose(lambda v, pow=2, dim=0: torch.linalg.vector_norm(v, pow, None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim], dim != -1))
+
+
+@rule([_torch.weight_norm])
+def _weight_norm(op: Op, v: Arg, g: Arg, dim: int = 0) -> None:
+    """A weight as a direction and its lengths (Salimans and Kingma 2016)."""
+    op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- distances

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .extremum import extremum_with_gradient, settled
 from .notation import Arg, Op, Split
 from .parts import canonical, dims_of, operands, reduced, split_in, unless_empty
@@ -36,6 +37,8 @@ _sum("nansum count_nonzero", "sum")
 # Of no elements, `any` is false and `all` is true: what an empty part must say.
 _sum("any", "max")
 _sum("all", "min")
+rule([_torch.is_any_true])(lambda op, input: reduced(op, input, dims_of(input, None), False, "max"))
+rule([_torch.is_all_true])(lambda op, input: reduced(op, input, dims_of(input, None), False, "min"))
 
 
 @rule("mean")
