@@ -11,6 +11,7 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
+from . import checkpoint as _checkpoint  # (what torch.distributed.checkpoint and torch.load ask of a tensor)
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .cluster import Cluster, current_cluster, use_cluster

@@ -97,7 +97,7 @@ class Spec:
         raise AttributeError("specs are immutable")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Spec.make, (tuple(self.shape), self.dtype, self.placement, self.layout)
+        return made, (tuple(self.shape), self.dtype, self.placement, self.layout)
 
     @property
     def shown(self) -> Spec:
@@ -215,7 +215,7 @@ class Stored(Spec):
         return Spec.make(self.shape, self.dtype, self.placement, self.layout)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Stored.of, (self.plain, self.shown, self.axes)
+        return stored, (self.plain, self.shown, self.axes)
 
     def replace(
         self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
@@ -236,6 +236,16 @@ class Stored(Spec):
 
     def __repr__(self) -> str:
         return f"{self.shown!r} kept as {super().__repr__()}"
+
+
+def made(shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]) -> Spec:
+    """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow it, a method has none."""
+    return Spec.make(shape, dtype, placement, layout)
+
+
+def stored(spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
+    """The same of `Stored`."""
+    return Stored.of(spec, shown, axes)
 
 
 def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> tuple[Sbp, ...]:

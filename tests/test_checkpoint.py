@@ -1,0 +1,151 @@
+"""Global tensors in files: distributed checkpoints written from one layout and read into another, and what torch.load allows."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from support.bodies import Bodies, values
+from support.everywhere import full
+from support.pool import run_on
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import globaltensor as flow
+from globaltensor.errors import SbpError
+from globaltensor.spec import Stored
+
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+BODIES = Bodies()
+on = BODIES.on
+
+
+def spread(t: torch.Tensor, sbp: Any, placement: Any = None) -> Any:
+    where = placement or flow.placement.all("cpu")
+    return t.clone().to_global(where, [B] * where.axes).to_global(sbp=sbp).detach()
+
+
+def whole(x: Any) -> torch.Tensor:
+    """On every rank of the world, those outside the placement too."""
+    return x.detach().to_global(flow.placement.all("cpu"), B).to_local() if x.is_global else x
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch.save, torch.load
+
+
+@on(2, real=False)
+def test_weights_only() -> None:
+    line = flow.placement.all("cpu")
+    with_unit = spread(values(2, 3, 4), S(1)).flatten(1)
+    spec = with_unit._spec
+    assert spec.layout[0].unit == 4
+    split, shown = spec.replace(shape=(4,), layout=[S(0)]), spec.replace(shape=(4,), layout=[B])
+    kept = flow.GlobalTensor.wrap(spread(values(4), S(0)).to_local(), Stored.of(split, shown, [0]))
+    model = nn.Linear(4, 3).to_global(line, S(0))
+    buffer = io.BytesIO()
+    torch.save({"units": with_unit, "kept": kept, "partial": spread(values(3), P), "model": model.state_dict(), "w": model.weight}, buffer)
+    for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):
+        buffer.seek(0)
+        got = torch.load(buffer, **options)
+        assert got["units"]._spec is spec
+        assert got["kept"]._spec is kept._spec
+        assert isinstance(got["w"], nn.Parameter)
+        assert torch.equal(got["model"]["weight"], model.weight)
+        assert torch.equal(full(got["units"]), values(2, 3, 4).flatten(1))
+        torch.testing.assert_close(full(got["partial"]), values(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------- distributed checkpoints
+
+
+def any_layout(folder: str) -> None:
+    n = flow.env.get_world_size()
+    line, half = flow.placement.all("cpu"), flow.placement("cpu", list(range(n // 2, n)))
+    grid = flow.placement("cpu", torch.arange(n).reshape(2, -1).tolist())
+    ways = [(line, [S(0)]), (line, [S(1)]), (line, [B]), (grid, [S(0), S(0)]), (grid, [S(1), B]), (grid, [S(0), S(1)]), (half, [S(0)]), (half, [B])]
+    for shape in ((5, 3), (1, 2), (0, 3)):
+        path = f"{folder}/{shape}"
+        source = {str(i): spread(values(*shape, seed=i), sbp, where) for i, (where, sbp) in enumerate(ways)}
+        units = values(2, 3, 4, seed=9)
+        dcp.save({**source, "plain": values(*shape, seed=8), "units": spread(units, S(1)).flatten(1), "number": spread(values(seed=7), B)}, checkpoint_id=path)
+        for turn in (0, 3, 5):
+            targets: dict[str, Any] = {}
+            for i in range(len(ways)):
+                where, sbp = ways[(i + turn) % len(ways)]
+                targets[str(i)] = spread(torch.zeros(shape, dtype=torch.float64), sbp, where)
+            targets["plain"] = spread(torch.zeros(shape, dtype=torch.float64), ways[turn][1], ways[turn][0])
+            targets["units"], targets["number"] = spread(torch.zeros(2, 12).double(), S(1)), torch.zeros((), dtype=torch.float64)
+            dcp.load(targets, checkpoint_id=path)
+            for i in range(len(ways)):
+                assert torch.equal(whole(targets[str(i)]), values(*shape, seed=i)), (shape, turn, i)
+            assert torch.equal(whole(targets["plain"]), values(*shape, seed=8))
+            assert torch.equal(whole(targets["units"]), units.flatten(1))
+            assert torch.equal(targets["number"], values(seed=7))
+        plain = {str(i): torch.zeros(shape, dtype=torch.float64) for i in range(len(ways))}
+        dcp.load(plain, checkpoint_id=path)
+        assert all(torch.equal(plain[str(i)], values(*shape, seed=i)) for i in range(len(ways)))
+
+
+def test_any_layout_into_any_other(tmp_path: Path) -> None:
+    run_on(4, any_layout, str(tmp_path))
+
+
+def network(layout: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return model if layout is None else model.to_global(flow.placement.all("cpu"), layout)
+
+
+def trained(model: Any, optimizer: Any) -> None:
+    for i in range(2):
+        optimizer.zero_grad()
+        x = values(8, 5, seed=i)
+        model(spread(x, B) if model[1].weight.is_global else x).square().mean().backward()
+        optimizer.step()
+
+
+def training_goes_on(folder: str, options: dict[str, Any]) -> None:
+    pairs = {"1.*": S(0), "3.weight": S(1), "*": B}
+    layouts = (B, {"1.weight": S(1), "*": B}, pairs, None)
+    for a, b in ((0, 1), (1, 2), (2, 3), (3, 0)):
+        path = f"{folder}/{a}{b}"
+        model, other = network(layouts[a], 0), network(layouts[b], 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+        second = torch.optim.AdamW(other.parameters(), lr=0.05, **options)
+        trained(model, optimizer)
+        states = get_state_dict(model, optimizer)
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
+        found = get_state_dict(other, second)
+        dcp.load({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
+        set_state_dict(other, second, model_state_dict=found[0], optim_state_dict=found[1])
+        trained(model, optimizer)
+        trained(other, second)
+        for (name, p), q in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+            torch.testing.assert_close(whole(p), whole(q), msg=lambda text, name=name: f"{name}: {text}")
+    if flow.env.get_rank() == 0:
+        dcp_to_torch_save(f"{folder}/23", f"{folder}/one.pt")
+        assert torch.load(f"{folder}/one.pt")["model"]["1.weight"].shape == (7, 5)
+
+
+def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
+    run_on(2, training_goes_on, str(tmp_path / "fused"), {"fused": True})
+    run_on(2, training_goes_on, str(tmp_path / "foreach"), {"foreach": True, "amsgrad": True})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
+    run_on(2, any_layout, str(tmp_path))
+    found = {str(i): torch.zeros(5, 3, dtype=torch.float64) for i in range(8)}
+    dcp.load(found, checkpoint_id=str(tmp_path / "(5, 3)"), no_dist=True)
+    assert all(torch.equal(t, values(5, 3, seed=int(i))) for i, t in found.items())
+
+
+@on(2, real=False)
+def test_partial_is_refused() -> None:
+    with pytest.raises(SbpError, match="put x"):
+        spread(values(3), P).__create_write_items__("x", None)
