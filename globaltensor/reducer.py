@@ -359,7 +359,7 @@ def counts_ride(mode: bool = True) -> None:
 
 def attach(leaf: GlobalTensor) -> None:
     """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
-    leaf._leaf = None
+    known, leaf._leaf = leaf._leaf, None
     if _torch.is_fake(leaf._local) and _torch.function_mode_on():
         return  # of a program: what comes to its leaves is told by it
     spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too, and watch: all must agree
@@ -367,4 +367,9 @@ def attach(leaf: GlobalTensor) -> None:
     if not shared:
         watch()
     elif leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
+        if known is not None and known.local is leaf._local and known.spec is spec:
+            leaf._leaf = known  # it was told so before; of two, the first would take what the second is asked for
+            return
+        if known is not None:
+            known.handle.remove()
         leaf._leaf = LeafGradient(leaf, number)

@@ -172,6 +172,28 @@ def test_what_has_no_gradient() -> None:
 
 
 @on(2)
+def test_told_again_to_require_grad() -> None:
+    for sbp in (B, S(0), P):
+        x = leaf(values(4, 3), sbp)
+        x.requires_grad_()  # as module.requires_grad_(True) says of all parameters
+        (x * 2).sum().backward()
+        same(x.grad, torch.full((4, 3), 2.0).double())
+        x.requires_grad_(False)
+        same(x.grad, torch.full((4, 3), 2.0).double())
+        x.requires_grad = True
+        (x * 3).sum().backward()
+        same(x.grad, torch.full((4, 3), 5.0).double())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double().to_global(x.placement, B)
+    for trained in ([1], [0, 1], [0]):
+        model.requires_grad_(False).zero_grad()
+        for i in trained:
+            model[i].requires_grad_(True)
+        model(x.detach()).sum().backward()
+        for i in (0, 1):
+            assert (model[i].weight.grad is not None) == (i in trained)
+
+
+@on(2)
 def test_retain_grad() -> None:
     for plain, ours in pairs((5, 4), (4, 3)):
         kept = []
