@@ -27,6 +27,10 @@ any_autocast = torch._C._is_any_autocast_enabled
 copy_all = torch._foreach_copy_
 
 
+#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
+weight_norm = torch._weight_norm
+
+
 #: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for each. What torch's own reducers use.
 parts_of = torch._C._nn.unflatten_dense_tensors
 

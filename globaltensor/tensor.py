@@ -12,6 +12,7 @@ import torch
 
 from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
+from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import world
@@ -324,55 +325,6 @@ def of_local(name: str) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------------------------------------- gradients, leaves, copies of objects
 
 
-def set_requires_grad(self: GlobalTensor, value: bool) -> None:
-    self._local.requires_grad = value
-    if value and self._local.is_leaf:
-        reducer.attach(self)
-
-
-def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
-    set_requires_grad(self, requires_grad)
-    return self
-
-
-def data(self: GlobalTensor) -> GlobalTensor:
-    return GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
-
-
-def set_data(self: GlobalTensor, value: Any) -> None:
-    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
-    if not isinstance(value, GlobalTensor):
-        raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
-    if value._spec is not self._spec and value._spec.shown is self._spec.shown:
-        value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
-    sharded.forget()
-    if value._local.dtype is self._local.dtype and value._spec is self._spec:
-        self._local.data = value._local.detach()
-        return
-    replace_local(self, value._local.detach(), value._spec)
-
-
-def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
-    """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
-    kept, old = leaf.requires_grad, leaf._local
-    leaf._local, leaf._spec, leaf._leaf = local, spec, None
-    leaf.__dict__.pop("_kept_grad", None)
-    if kept:
-        set_requires_grad(leaf, True)
-        hooks.carry(leaf, old)
-
-
-def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
-    """Only to the shape it has: raises InplaceError for another."""
-    wanted = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    if wanted != self.shape:
-        raise InplaceError(
-            f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use one storage for another shape, but a global tensor has one "
-            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, x.new_empty(...) where not"
-        )
-    return self
-
-
 def turned(name: str) -> Callable[..., GlobalTensor]:
     """The in-place form of a view: the tensor itself takes the view's shape."""
     view = getattr(torch.Tensor, name)
@@ -438,7 +390,7 @@ METHODS: dict[str, Any] = {
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
-    "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
+    "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
     "grad": property(gradients.get_grad, gradients.set_grad, lambda self: gradients.set_grad(self, None)),

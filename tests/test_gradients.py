@@ -172,6 +172,20 @@ def test_what_has_no_gradient() -> None:
 
 
 @on(2)
+def test_leaves_made_of_reductions() -> None:
+    reductions = (lambda x: x.norm(dim=0), lambda x: x.amax(0), lambda x: x.amin(0), lambda x: x.sum(0))
+    for reduce in reductions:
+        made = [reduce(t.detach()) for t in (values(5, 3), leaf(values(5, 3), S(0)))]
+        for make in (lambda t: t.clone().requires_grad_(), lambda t: nn.Parameter(t.clone())):
+            plain, ours = (make(t) for t in made)
+            for t in (plain, ours):
+                (t * t * 3).sum().backward()
+                torch.optim.SGD([t], lr=0.1).step()
+            same(ours.grad, plain.grad)
+            same(ours, plain)
+
+
+@on(2)
 def test_told_again_to_require_grad() -> None:
     for sbp in (B, S(0), P):
         x = leaf(values(4, 3), sbp)

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
+    ("contents",),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
     ("checkpoint", "optim", "parallelize"),
     ("graph",),

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..boxing import box
 from ..cluster import Cluster, current_cluster
+from ..contents import replace_local
 from ..distributed.world import world
 from ..graph.agree import Text, agreed, settings
 from ..graph.config import MEMORY, Auto
@@ -24,7 +25,6 @@ from ..moe import dispatch_tokens, experts_in
 from ..optimizers import relay
 from ..placement import Placement
 from ..sbp import Sbp
-from ..tensor import replace_local
 from ..wrapper import GlobalTensor
 from .calls import Calls
 from .formulate import Options

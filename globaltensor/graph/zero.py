@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from ..boxing import box
+from ..contents import replace_local
 from ..distributed.world import world
 from ..errors import GlobalTensorError
 from ..optimizers import ELEMENTWISE, relay
@@ -20,7 +21,6 @@ from ..placement import Placement
 from ..reducer import LeafGradient, reducer
 from ..sbp import split
 from ..spec import Spec, Stored
-from ..tensor import replace_local
 from ..wrapper import GlobalTensor
 
 __all__ = ["Zero", "ZeroError", "shares_of"]

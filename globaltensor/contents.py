@@ -1,0 +1,89 @@
+"""What a tensor holds is exchanged for something else: ``.data``, ``set_``; whether it is a leaf that gets gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import hooks, reducer, sharded
+from .boxing import box
+from .errors import InplaceError, SbpError
+from .sbp import broadcast, partial_sum
+from .spec import Spec
+from .wrapper import GlobalTensor
+
+__all__ = ["replace_local", "set_", "set_data", "set_requires_grad"]
+
+
+def set_requires_grad(self: GlobalTensor, value: bool) -> None:
+    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value."""
+    layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
+    if value and self._local.is_leaf and layout != list(self._spec.layout):
+        whole = self._spec.replace(layout=layout)
+        self._local, self._spec = box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False), whole
+    self._local.requires_grad = value
+    if value and self._local.is_leaf:
+        reducer.attach(self)
+
+
+def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
+    set_requires_grad(self, requires_grad)
+    return self
+
+
+def data(self: GlobalTensor) -> GlobalTensor:
+    return GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
+
+
+def set_data(self: GlobalTensor, value: Any) -> None:
+    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
+    if not isinstance(value, GlobalTensor):
+        raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+    if value._spec is not self._spec and value._spec.shown is self._spec.shown:
+        value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
+    sharded.forget()
+    if value._local.dtype is self._local.dtype and value._spec is self._spec:
+        self._local.data = value._local.detach()
+        return
+    replace_local(self, value._local.detach(), value._spec)
+
+
+def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
+    """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
+    kept, old = leaf.requires_grad, leaf._local
+    leaf._local, leaf._spec, leaf._leaf = local, spec, None
+    leaf.__dict__.pop("_kept_grad", None)
+    if kept:
+        set_requires_grad(leaf, True)
+        hooks.carry(leaf, old)
+
+
+def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
+    """Only to the shape it has: raises InplaceError for another."""
+    wanted = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if wanted != self.shape:
+        raise InplaceError(
+            f"resize_ of a global tensor from {list(self.shape)} to {list(wanted)}: it would use one storage for another shape, but a global tensor has one "
+            "on each rank, of its part. Use x.reshape(...) where the number of elements stays, x.new_empty(...) where not"
+        )
+    return self
+
+
+def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) -> GlobalTensor:
+    """This tensor becomes ``source``, another global tensor. Its own sbp and placement stay where its shape does; memory is shared where both lie alike.
+    A storage is one rank's: raises InplaceError."""
+    if not isinstance(source, GlobalTensor) or where or options:
+        raise InplaceError(
+            "set_ of a global tensor takes another global tensor: a storage is the memory of one rank's part. Where a state dict is copied into "
+            "storages (torch.distributed.checkpoint.async_save), give copies of your own, or use torch.distributed.checkpoint.save"
+        )
+    if source.dtype is not self.dtype:
+        raise RuntimeError(f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}")
+    if self.is_leaf and self.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation (set_)")
+    value = source.detach()
+    if value.shape == self.shape and value._spec is not self._spec:
+        value = GlobalTensor.wrap(box(value._local, value._spec, self._spec, why="set_", alias=False), self._spec)
+    set_data(self, value)
+    return self
