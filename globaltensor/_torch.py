@@ -27,10 +27,6 @@ any_autocast = torch._C._is_any_autocast_enabled
 copy_all = torch._foreach_copy_
 
 
-#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
-weight_norm = torch._weight_norm
-
-
 #: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for each. What torch's own reducers use.
 parts_of = torch._C._nn.unflatten_dense_tensors
 
@@ -106,7 +102,7 @@ meshgrid_of_list = torch._VF.meshgrid
 
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
-#: What torch.nn.utils.parametrizations.weight_norm computes a weight by.
+#: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
 weight_norm = torch._weight_norm
 #: What torch.distributions asks of its arguments.
 is_all_true, is_any_true = torch._is_all_true, torch._is_any_true

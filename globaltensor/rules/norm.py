@@ -96,7 +96,7 @@ def _norm_except(op: Op, v: Arg, pow: float = 2, dim: int = 0) -> None:
 
 @rule([_torch.weight_norm])
 def _weight_norm(op: Op, v: Arg, g: Arg, dim: int = 0) -> None:
-    """A weight as a direction and its lengths (Salimans and Kingma 2016)."""
+    """A weight as a direction and its lengths (Salimans and Kingma 2016). Always so: torch's kernel divides by the number of rows, and some rank may have none."""
     op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
 
@@ -172,17 +172,3 @@ def _cdist(op: Op, x1: Arg, x2: Arg, p: float = 2.0, compute_mode: str | None = 
     op.set(x1, (*first, "p", "k"))
     op.set(x2, (*second, "r", "k"))
     op.out, op.whole = [(*lead, "p", "r")], {"k"}
-
-
-def _norm_except(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
-    """Over all dims but one; over all, without dims, where that is -1 (as torch's weight norm has it)."""
-    return torch.linalg.vector_norm(v, pow) if dim == -1 else torch.linalg.vector_norm(v, pow, [d for d in range(v.ndim) if d != dim], keepdim=True)
-
-
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    return v * (g / _norm_except(v, 2, dim))
-
-
-# Always so: torch's kernels divide by the number of rows, and of a dim with fewer elements than ranks some rank has none.
-register(torch.norm_except_dim, lambda op, *args, **kwargs: op.compose(_norm_except))
-register(_torch.weight_norm, lambda op, *args, **kwargs: op.compose(_weight_norm))
