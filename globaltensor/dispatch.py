@@ -20,7 +20,7 @@ from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
-from .rules import RULES, Arg, Choice, Op, Rule, Split, choose
+from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
@@ -251,7 +251,7 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
 
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
-    rule = RULES.get(func)
+    rule = rule_of(func, kwargs)
     if rule is None and _torch.is_kernel(func):
         rule = RULES.get(_torch.twin_of_kernel(func))
         if _torch.kernel_writes(func) and (rule is None or not rule.inplace):

@@ -173,7 +173,8 @@ class _Reader:
         given = (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)  # its name is written beside
         args, kwargs = fx.node.map_arg(given, taken)
         outs = tensors_in(node.meta["val"], [])
-        inplace = bool(outs) and bool(operands) and ((name.endswith("_") and not name.endswith("__")) or name in _WRITERS)
+        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("inplace") is True
+        inplace = bool(outs) and bool(operands) and writes
         self.backward = self.backward or name == "backward"
         made = tuple(self.value(node, k, t, number) for k, t in enumerate(outs))
         call = Call(number, node.name, node.meta["func"], args, kwargs, tuple(operands), made, node.meta.get("module", ""), node.meta.get("where", ""), inplace)

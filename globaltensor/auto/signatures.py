@@ -21,7 +21,7 @@ from ..errors import GlobalTensorError
 from ..graph.dry import DryComm, DryWorld, Untraceable
 from ..placement import Placement
 from ..plans import replaced, tensors_in
-from ..rules import RULES, Arg, Op, choose
+from ..rules import Arg, Op, choose, rule_of
 from ..rules.quotient import settle
 from ..sbp import Sbp, broadcast, partial_sum, split
 from ..spec import Spec
@@ -102,7 +102,7 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
 
 
 def _asked(call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement) -> Iterator[Signature]:
-    rule = RULES.get(call.func)
+    rule = rule_of(call.func, call.kwargs)
     if rule is None:
         # A function of ours (to, contiguous, clone, ...): what it does with locals is the same along every axis.
         seen = composed(call, specs) if operands else None

@@ -17,7 +17,7 @@ from .. import sharded
 from ..boxing import box
 from ..boxing import plan as route_of
 from ..plans import name_of, replaced, tensors_in
-from ..rules import RULES, Arg, Op
+from ..rules import RULES, Arg, Op, rule_of
 from ..sbp import Sbp, broadcast, partial_sum
 from ..spec import Spec
 from ..wrapper import GlobalTensor
@@ -246,7 +246,8 @@ class Applied:
             return args, kwargs  # a call that gives no tensor; `after` says where the plan is of another graph
         if self.unasked and op.function in SAME and op.operands[0].wanted:
             return args[:1], {"sbp": [entry(e) for e in op.operands[0].wanted]}
-        inplace = func in RULES and RULES[func].inplace
+        rule = rule_of(func, kwargs)
+        inplace = rule is not None and rule.inplace
         called = name_of(func)
         these = iter([t if inplace and i == 0 else self._brought(op, i, t, called) for i, t in enumerate(tensors)])
         return replaced(args, these), replaced(kwargs, these)

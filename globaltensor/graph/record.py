@@ -301,7 +301,7 @@ class Logical(Recorder):
         if self._beneath(args) or self._beneath(kwargs):
             return out
         name = getattr(func, "__name__", "")
-        written = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("out") is not None
+        written = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or kwargs.get("out") is not None or kwargs.get("inplace") is True
         if not written and not tensors_in(out, []):
             return out
         if func in visible.SEEN:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from .notation import Arg, Op, align, parse
 
-__all__ = ["RULES", "Rule", "composite", "flatten_args", "pointwise", "rule"]
+__all__ = ["RULES", "Rule", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
 SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
@@ -36,6 +37,12 @@ class Rule:
 
 #: torch function object -> its rule
 RULES: dict[Any, Rule] = {}
+
+
+def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
+    """The rule of a call; that of an in-place op where the call says ``inplace=True`` (``F.relu`` and its like)."""
+    found = RULES.get(func)
+    return dataclasses.replace(found, inplace=True) if found is not None and kwargs.get("inplace") is True else found
 
 
 def spellings(name: str) -> list[tuple[Any, bool]]:

@@ -1,0 +1,67 @@
+"""In-place ops by the argument ``inplace=True``: the tensor itself changes, wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bodies import values
+from torch import Tensor
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import InplaceError
+
+LINE = flow.placement("cpu", [0, 1])
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+
+
+def on(x: Tensor, sbp: Any) -> Any:
+    return x.to_global(LINE, B).to_global(sbp=sbp)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: F.relu(x, inplace=True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1, inplace=True),
+    "hardtanh": lambda x: torch.nn.Hardtanh(-0.5, 0.5, inplace=True)(x),
+    "rrelu": lambda x: F.rrelu(x, inplace=True),
+    "dropout": lambda x: F.dropout(x, 0.0, inplace=True),
+}
+
+
+class Graph(flow.nn.Graph):
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.step = step
+
+    def build(self, x: Any) -> Any:
+        return self.step(x)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("sbp", [B, S(0), S(1), P])
+def test_the_tensor_itself_changes(name: str, sbp: Any) -> None:
+    def step(x: Any) -> Any:
+        y = x * 1
+        z = FUNCTIONS[name](y)
+        assert z is y
+        return y + 1, y
+
+    def on_ranks() -> None:
+        for run in (step, Graph(step)):
+            for got, want in zip(run(on(values(5, 4), sbp)), step(values(5, 4)), strict=True):
+                torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+def test_what_the_user_has_laid_out_does_not_move() -> None:
+    def on_ranks() -> None:
+        with pytest.raises(InplaceError, match="in-place relu"):
+            F.relu(on(values(4, 4), P), inplace=True)
+
+    simulate(2, on_ranks)
