@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+import torch.nn.functional as F
 from torch import fx
 
 from .. import sharded
@@ -237,9 +239,11 @@ class Applied:
         """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``: explicit changes of layout in build() follow the plan, not
         the code. ``searched``: what a search has found, where the plan comes from one."""
         self.plan, self.next, self.strict, self.unasked, self.searched = plan, 0, strict, unasked, searched
+        self._moved: list[tuple[GlobalTensor, GlobalTensor, int]] = []  # of the op that runs: an operand, what it was brought to, that one's version then
 
     def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the plan wants them. Raises GraphError where an operand cannot be brought there."""
+        self._moved.clear()
         op = self._now()
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if op is None or op.function not in _spellings(func) or len(op.operands) != len(tensors):
@@ -262,10 +266,20 @@ class Applied:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
             if "_is_param" in t.__dict__ and sharded.gather_axes(t._spec, spec):
                 return t  # the op gathers it as it gathers all parameters
-            return GlobalTensor.wrap(box(t._local, t._spec, spec, why=f"{called}: operand {i}"), spec)
+            there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=f"{called}: operand {i}"), spec)
+            self._moved.append((t, there, there._local._version))
+            return there
         except (ValueError, RuntimeError) as error:
             what = f"operand {i} ({op.operands[i].of}, {t._spec!r})"
             raise GraphError(f"{op.name}: the plan wants {what} as {_show(wanted)}, which cannot be: {error}") from error
+
+    def written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What the op has written into operands that were brought elsewhere for it (running statistics, say) goes into the operands themselves."""
+        quiet = args[1:3] if func in _QUIET and kwargs.get(_QUIET[func]) else ()
+        for t, there, version in self._moved:
+            if there._local._version != version or any(there is a for a in quiet):
+                with torch.no_grad():
+                    t._local.copy_(box(there._local, there._spec, t._spec, why="what an op has written"))
 
     def after(self, node: fx.Node, func: Any, args: Any, kwargs: Any) -> None:
         """Check what has become of it. Raises GraphError where the op has taken an operand otherwise, or where the plan has another op here."""
@@ -294,6 +308,10 @@ class Applied:
 
     def _now(self) -> PlannedOp | None:
         return self.plan.ops[self.next] if self.next < len(self.plan.ops) else None
+
+
+#: Functions that write running statistics, their second and third argument, and tell autograd nothing of it, where the argument named here says so.
+_QUIET: Final = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def _spellings(func: Any) -> set[str]:

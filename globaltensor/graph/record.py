@@ -297,6 +297,8 @@ class Logical(Recorder):
                 taken = self.applied.before(func, args, kwargs)
             took = specs_of(*taken)
             out = func(*taken[0], **taken[1])
+            if self.applied is not None:
+                self.applied.written(func, *taken)
             self.values(out)
         if self._beneath(args) or self._beneath(kwargs):
             return out
