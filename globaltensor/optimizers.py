@@ -206,6 +206,8 @@ class _Swap:
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
                 known[k] = _beside(spec, v)
+            elif isinstance(v, GlobalTensor):  # a count of steps that was loaded from a state made global as a whole
+                known[k] = torch.from_numpy(v.numpy()).to(v.device)
         mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
         self.twins[id(p)] = (known, mine, dict(mine))
         return mine

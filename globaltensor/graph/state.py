@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from ..tensor import full
+from ..wrapper import GlobalTensor
+
 __all__ = ["load_state_dict", "state_dict"]
 
 STEP = "System-Train-TrainStep"  # OneFlow's name
@@ -47,4 +50,9 @@ def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
         graph._scaler.load_state_dict(saved["grad_scaler"])
     graph.__dict__["_steps"] = saved.get(STEP, graph._steps)
     if "rng" in saved:
-        torch.set_rng_state(saved["rng"])
+        torch.set_rng_state(_plain(saved["rng"]))
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """A state may come as `to_global` has made it, every tensor of it global."""
+    return full(x) if isinstance(x, GlobalTensor) else x
