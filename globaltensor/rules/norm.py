@@ -96,7 +96,7 @@ def _norm_except(op: Op, v: Arg, pow: float = 2, dim: int = 0) -> None:
 
 @rule([_torch.weight_norm])
 def _weight_norm(op: Op, v: Arg, g: Arg, dim: int = 0) -> None:
-    """A weight as a direction and its lengths (Salimans and Kingma 2016). Always so: torch's kernel divides by the number of rows, and some rank may have none."""
+    """A weight as a direction and its lengths (Salimans and Kingma 2016). Torch's kernel divides by the number of rows, and some rank may have none."""
     op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
 
