@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from globaltensor.auto.prices import Prices
 from globaltensor.boxing import explain_boxing, plan
 from globaltensor.boxing.moves import neighbours
 from globaltensor.cluster import Cluster, current_cluster, use_cluster
 from globaltensor.errors import BoxingError
 from globaltensor.placement import Placement
-from globaltensor.sbp import broadcast, partial_max, partial_norm, partial_sum, split
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
 from globaltensor.spec import Spec
 
 LINE, GRID = Placement("cpu", [0, 1, 2, 3]), Placement("cpu", [[0, 1], [2, 3]])
@@ -159,3 +160,18 @@ def test_costs_are_sane() -> None:
     with use_cluster(c):
         assert current_cluster() is c
     assert current_cluster() == Cluster()
+
+
+def test_a_move_that_others_must_come_to_waits_for_them() -> None:
+    """Of the moves in the middle of a step each costs the ranks' skew besides; what stays on a rank does not, nor the sum of gradients at its end."""
+    line, (together, apart) = Placement("cpu", [0, 1]), (Cluster(), Cluster(skew=1.0))
+
+    def seconds(before: Sbp, after: Sbp, cluster: Cluster) -> float:
+        with use_cluster(cluster):
+            return plan(make((8, 8), line, before), make((8, 8), line, after)).seconds
+
+    whole, summed = broadcast, partial_sum
+    for before, after in ((split(0), whole), (summed, whole), (summed, split(0)), (split(0), split(1)), (whole, split(0)), (whole, summed)):
+        assert seconds(before, after, apart) - seconds(before, after, together) == pytest.approx(float(before is not whole))
+    found = [Prices(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)]) for cluster in (together, apart)]
+    assert found[0].item() == found[1].item() > 0

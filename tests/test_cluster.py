@@ -47,6 +47,7 @@ def constants(draw: st.DrawFn) -> Cluster:
         flops=draw(st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), rates, min_size=1)),
         saturation=draw(st.dictionaries(st.sampled_from(["float64", "float32", "bfloat16"]), st.floats(0, 1e12))),
         overlap=draw(st.floats(1, 2)),
+        skew=draw(times),
         **links,
     )
 

@@ -135,7 +135,7 @@ class Menu:
         for axis, s in enumerate(combination):
             others = share * (prices.mesh.shape[axis] if s.divided else 1)
             for kind, nbytes in s.moved:
-                moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,))
+                moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,)) + prices.cluster.skew
         if work.view:
             return 0.0, 0.0, moving * (1 + self.training), share
         forward, backward = self._measured(call, operands, come) or self._estimated(operands, results, come, lie, work, share)

@@ -79,7 +79,7 @@ class Prices:
             ranks = self._fibers[axes] = self.placement.fiber(self.placement.flat[0], axes)
         nbytes = after if kind == "all_gather" else before
         sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
-        return sent, self.cluster.seconds(kind, nbytes, ranks)
+        return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
 
     def exchange_at_least(self, before: Layout, there: Prices, after: Layout) -> float:
         """Seconds that an exchange into a layout of ``there`` takes at least, known without looking at who holds what."""
@@ -114,7 +114,7 @@ def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     if not nbytes:
         return 0, cluster.memory_latency + copied
     # One of the peers on another node is enough for the slower links.
-    return nbytes, cluster.seconds("exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)) + copied
+    return nbytes, cluster.seconds("exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)) + copied + cluster.skew
 
 
 def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:

@@ -35,7 +35,8 @@ class Cluster:
     Kernels: ``flops`` is the matmul rate that large ones reach, by dtype; ``saturation`` the floating-point operations of a cube-shaped matmul at half that
     rate; ``kernel`` what each kernel costs at least. ``memory_latency`` and ``memory_bandwidth``: of reading and writing the own memory.
 
-    ``overlap``: how much slower computing and moving are while both go on, from 1 (not at all) to 2 (as slow as one after the other).
+    ``overlap``: how much slower computing and moving are while both go on, from 1 (not at all) to 2 (as slow as one after the other). ``skew``: seconds that
+    ranks which have each computed wait for one another before a move that they cannot go on without; `seconds` leaves it out.
     ``ops``: seconds of (forward, backward) of single ops, by keys of whoever measured them. ``memory``: of a device; 0 is unknown, and no limit.
     ``size``: devices there are; 0 is as many as asked for. ``device``: "cpu" or "cuda".
 
@@ -61,6 +62,7 @@ class Cluster:
     flops: Mapping[str, float] = field(default_factory=lambda: Frozen({"float64": 5e12, "float32": 10e12, "bfloat16": 20e12, "float16": 20e12}))
     saturation: Mapping[str, float] = field(default_factory=lambda: Frozen({}))
     overlap: float = 1.0
+    skew: float = 0.0
     name: str = "generic"
     device: str = "cpu"
     size: int = 0
@@ -230,7 +232,7 @@ def _made(values: dict[str, object]) -> Cluster:
 
 
 def _check(c: Cluster) -> None:
-    for name in ("launch", "latency", "memory_latency", "node_latency", "node_stream", "message", "kernel", "node_size", "size", "memory"):
+    for name in ("launch", "latency", "memory_latency", "node_latency", "node_stream", "message", "kernel", "skew", "node_size", "size", "memory"):
         if not 0 <= getattr(c, name) < math.inf:
             raise ValueError(f"{name}={getattr(c, name)}: must be 0 or more")
     for name in ("bandwidth", "memory_bandwidth", "node_bandwidth"):

@@ -14,11 +14,11 @@ from ..distributed.world import World, world
 from ..errors import ClusterError
 from .clock import Clock
 from .kernels import measure_kernels
-from .moves import constants, measure_moves, measure_overlap
+from .moves import constants, measure_moves, measure_overlap, measure_skew
 
 __all__ = ["profile"]
 
-_SHARES: Final = {"kernels": 0.3, "moves": 0.6, "overlap": 0.1}  # of the time there is
+_SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of the time there is
 
 
 def profile(seconds: float = 40.0, nproc: int = 0, device: str = "auto", backend: str = "auto", name: str = "profiled") -> Cluster:
@@ -57,6 +57,7 @@ def _measured(seconds: float, device: str, name: str) -> Cluster:
     if here.size > 1:
         curves = measure_moves(clock, seconds * _SHARES["moves"], node_size)
         found |= {"measured": (*found["measured"], *curves), **constants(curves), "overlap": measure_overlap(clock, seconds * _SHARES["overlap"])}
+        found["skew"] = measure_skew(clock, seconds * _SHARES["skew"])
     else:
         found |= _borrowed(type_)
     found |= {"name": name, "device": type_, "size": here.size, "node_size": node_size, "memory": _memory(clock.device, node_size or here.size)}
@@ -96,4 +97,4 @@ def _memory(device: torch.device, local: int) -> int:
 def _borrowed(device: str) -> dict[str, Any]:
     """Links for a world of one, which has none to measure: those of a preset."""
     other = Cluster.preset("cpu" if device == "cpu" else "pcie-gen5")
-    return {name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap")}
+    return {name: getattr(other, name) for name in ("launch", "latency", "bandwidth", "overlap", "skew")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,14 +15,18 @@ from ..distributed.world import World
 from ..spec import pieces
 from .clock import Case, Clock
 
-__all__ = ["constants", "groups_of", "measure_moves", "measure_overlap"]
+__all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measure_skew"]
 
 SIZES: Final = tuple(1 << k for k in (10, 13, 16, 19, 22, 24, 25, 26))
 _LARGE: Final = 1 << 22
 _LONGEST: Final = 1.0  # seconds of one call
 _BESIDE_BYTES: Final = 1 << 23  # what is reduced beside a computation
 _BESIDE_SIDE: Final = 256
+_BETWEEN: Final = ((64, 8), (128, 8), (128, 24), (256, 8))  # (side, number) of the matmuls between two moves
+_SMALL_BYTES: Final = (1 << 12, 1 << 16, 1 << 18)
 _MOST_FAR_RANKS: Final = 512
+
+Call = Callable[[], object]
 
 
 def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int, ...]]]]:
@@ -121,6 +126,33 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
     return min(2.0, max(1.0, 1.0 + (together - max(moving, computing)) / min(moving, computing)))
 
 
+def measure_skew(clock: Clock, seconds: float) -> float:
+    """Seconds by which a small all-reduce takes longer between computations than in a row: ranks do not come to it at the same time, and wake up late."""
+    comm, device = clock.everyone, clock.device
+    cases: list[Case] = []
+    for side, times in _BETWEEN:
+        a, b = torch.ones(side, side, device=device), [torch.ones(side, side, device=device) for _ in range(times)]
+
+        def compute(a: Tensor = a, b: Sequence[Tensor] = b) -> None:
+            for t in b:
+                torch.nn.functional.gelu(a @ t)
+
+        for nbytes in _SMALL_BYTES:
+            data = torch.zeros(nbytes // 4, device=device)
+
+            def move(data: Tensor = data) -> None:
+                comm.all_reduce(data)
+
+            def both(compute: Call = compute, move: Call = move) -> None:
+                compute()
+                move()
+
+            cases += [Case(name, 0, call) for name, call in (("compute", compute), ("move", move), ("both", both))]
+    took = list(clock.time(cases, seconds).values())
+    found = [both - computing - moving for computing, moving, both in zip(took[::3], took[1::3], took[2::3], strict=True)]
+    return max(0.0, statistics.median(found))
+
+
 # ---------------------------------------------------------------------------------------------------------------- one call of each kind
 
 class _Bench:
@@ -133,9 +165,6 @@ class _Bench:
     def data(self, nbytes: int) -> Tensor:
         """So many bytes."""
         return self._some[: nbytes // 4]
-
-
-Call = Callable[[], object]
 
 
 def _shares(nbytes: int, comm: Comm) -> list[int]:

@@ -26,7 +26,7 @@ def _lines(c: Cluster) -> Iterator[str]:
         yield f"matmul  {dtype:9} {rate / 1e9:10.4g} GFLOP/s" + (f"   half of it at {half} x {half} x {half}" if half else "")
     yield f"links   {_seconds(c.launch)} + {_seconds(c.latency)} a step, {c.bandwidth / 1e9:.3g} GB/s" + (
         f"; between nodes {_seconds(c.node_latency)}, {c.node_bandwidth / 1e9:.3g} GB/s" if c.node_size else ""
-    )
+    ) + (f"; ranks wait {_seconds(c.skew)} for one another" if c.skew else "")
     sizes = sorted({n for curve in c.measured for n, _ in curve.points})
     if sizes:
         yield ""
