@@ -28,7 +28,11 @@ def set_requires_grad(self: GlobalTensor, value: bool) -> None:
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
-    set_requires_grad(self, requires_grad)
+    """Of what is computed the method takes that it requires grad, where the attribute takes nothing: as torch has it."""
+    if requires_grad and not self._local.is_leaf:
+        self._local.requires_grad_()
+    else:
+        set_requires_grad(self, requires_grad)
     return self
 
 

@@ -285,6 +285,25 @@ def test_reentrant_checkpoint_of_layers() -> None:
     simulate(2, checkpointed_layers)
 
 
+def computed() -> None:
+    """As hooks say of embeddings, for reentrant checkpoints (`enable_input_require_grads` of Hugging Face models)."""
+    x0 = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    for sbp in (S(0), B):
+        x = x0.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp).detach().requires_grad_()  # type: ignore[attr-defined]
+        y = x * 2
+        assert y.requires_grad_() is y
+        y.square().sum().backward()
+        torch.testing.assert_close(torch.tensor(x.grad.tolist(), dtype=torch.float64), 8 * x0)
+        with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf variables"):
+            y.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf variables"):
+            y.requires_grad = True
+
+
+def test_what_is_computed_requires_grad_already() -> None:
+    simulate(2, computed)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant: bool) -> None:
     simulate(2, checkpointed, reentrant)
