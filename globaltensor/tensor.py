@@ -72,7 +72,9 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     if graph:
         reducer.watch()
     if placement.coordinate(world().rank) is None:
-        return GlobalTensor.wrap(placeholder(spec).requires_grad_(graph), spec)
+        # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so that ranks agree on who has one.
+        kept = graph and self.shape == (0,) and self.dtype is spec.dtype
+        return GlobalTensor.wrap(self.view_as(self) if kept else placeholder(spec).requires_grad_(graph), spec)
     local = self.to(world().device(placement.type), copy=copy)
     if graph:
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
