@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .gather import filled, first_share, only, picked, picks
+from .._torch import is_fake
+from .gather import extended, filled, first_share, only, picked, picks
 from .notation import Arg, Op, Split, align
 from .registry import RULES, Rule, rule
 from .views import own
@@ -263,6 +264,8 @@ def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region
                 reach[len(key)] = p
             key.append(_plain_key(p, at))
         if any(p.dim in boxes for p in reach.values()):
+            if is_fake(x):  # a graph is captured: which of the indices are this rank's is not known yet
+                return _write_beside(x, key, reach, boxes, shape, value)
             value = _only_mine(key, reach, boxes, shape, value, after, count)
         x[tuple(key)] = value
 
@@ -311,6 +314,26 @@ def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[in
     begin = value.ndim - after - count
     value = value.expand(*value.shape[:begin], *spread[0].shape, *value.shape[begin + count :]).flatten(begin, begin + count - 1)
     return value.index_select(begin, keep)
+
+
+def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[int, int]], shape: Sequence[int], value: Any) -> None:
+    """Write all of the value whatever the indices are: what falls into other ranks' parts into a spare row beside this one's, which is dropped."""
+    split = [p.dim for p in reach.values() if p.dim in boxes]
+    if not all(boxes[d][1] for d in split):
+        return _touch(x, split[0], value)
+    owned, found = None, {}
+    for (k, p), t in zip(reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True):
+        t = torch.where(t < 0, t + shape[p.dim], t)
+        if p.dim in boxes:
+            t, mine = picked(t, shape[p.dim], *boxes[p.dim])
+            owned = mine if owned is None else owned & mine
+        found[k] = t
+    for k, t in found.items():
+        d = reach[k].dim
+        key[k] = torch.where(owned | (t > shape[d]), t, x.shape[d] if d == split[0] else 0)  # type: ignore[operator]
+    wide = extended(x, split[0])
+    wide[tuple(key)] = value
+    x.copy_(wide.narrow(split[0], 0, x.shape[split[0]]))
 
 
 def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
