@@ -16,6 +16,7 @@ from .placement import Placement
 from .reducer import reduce_dtype
 from .sbp import Sbp, as_layout, broadcast
 from .sharded import unfolded
+from .spec import Spec
 from .wrapper import GlobalTensor
 
 __all__ = ["module_to_global", "module_to_local"]
@@ -58,6 +59,11 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
     check_placement(placement)
     slots = list(_slots(self))
     plans = {path: sbp_for(sbp, path, held[name], placement.axes) for path, held, name in slots}
+    for path, held, name in slots:  # before anything changes: an error leaves the module as it was
+        try:
+            Spec.make(held[name].shape, held[name].dtype, placement, plans[path])
+        except SbpError as error:
+            raise SbpError(f"{path} of {type(self).__name__}: {error}") from None
     _check_same_model([(path, held[name]) for path, held, name in slots])
     done: dict[int, GlobalTensor] = {}
     kept = []  # the old tensors live until the end: their ids are keys
