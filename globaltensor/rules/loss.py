@@ -95,19 +95,18 @@ for _f in (
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:
-    """One loss a sample: ``ranks`` are the dims of each operand for one sample; a dim in front of them is the batch, and parallel."""
+    """One loss a sample: ``ranks`` are the dims of each operand for one sample (of a weight: one, its classes); the dims in front of them are samples, which
+    broadcast, and parallel."""
     read = _reader(function)
 
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
-        x = op.args[0]
-        batched = x.ndim > ranks[0]
-        for i, a in enumerate(op.args):
-            # A weight is one for each class, unless it has the input's shape.
-            alike = a.shape == x.shape if a is call.get("weight") else a.ndim > ranks[min(i, len(ranks) - 1)]
-            if batched and alike:
-                op.set(a, ("n", *[None] * (a.ndim - 1)))
-        _reduce(op, function, ("n",) if batched else (), x.shape[:1] if batched else (), call, read)
+        one = [1 if a is call.get("weight") else ranks[min(i, len(ranks) - 1)] for i, a in enumerate(op.args)]
+        samples = [tuple(a.shape[: max(0, a.ndim - n)]) for a, n in zip(op.args, one, strict=True)]
+        names, each = align(samples)
+        for a, lead in zip(op.args, names, strict=True):
+            op.set(a, (*lead, *[None] * (a.ndim - len(lead))))
+        _reduce(op, function, each, torch.broadcast_shapes(*samples), call, read)
         op.local = unless_empty(op, function)
 
     register(function, describe)
