@@ -12,9 +12,8 @@ from . import _torch
 from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import world
-from .errors import InplaceError
 from .placement import Placement
-from .plans import name_of, promote
+from .plans import bring_together, check_view, name_of, promote, written
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor, placeholder
@@ -31,9 +30,11 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     writes = name.endswith("_")
     first = _lists(args)[0]
+    if writes:
+        _writable(name, first)
     columns = zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)
     owner = [next((x for x in column if isinstance(x, GlobalTensor)), None) for column in columns]
-    specs = [None if t is None else _target(name, t._spec, writes) for t in owner]
+    specs = [None if t is None else _target(t._spec, writes) for t in owner]
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
     places = list(dict.fromkeys(s.placement for s in specs if s is not None))
@@ -52,17 +53,26 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     new_args, new_kwargs = [localised(a) for a in args], {k: localised(v) for k, v in kwargs.items()}
     result = func(*new_args, **new_kwargs) if mine else []
     if writes:
+        for t in first:
+            if isinstance(t, GlobalTensor) and t._stale:
+                written(t)
         return first
     return _wrapped(result, mine, specs)
 
 
-def _target(name: str, spec: Spec, writes: bool) -> Spec:
-    if not any(e.is_partial for e in spec.layout):
+def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
+    """As before any other in-place op: what is a view must reach its base, and what cannot be written as it lies moves. Raises InplaceError."""
+    for t in targets:
+        if isinstance(t, GlobalTensor):
+            if t._stale:
+                check_view(name, t)
+            if name != "_foreach_zero_" and any(e.is_partial for e in t._spec.layout):
+                bring_together(name, t)
+
+
+def _target(spec: Spec, writes: bool) -> Spec:
+    if writes or not any(e.is_partial for e in spec.layout):
         return spec
-    if writes and name not in ("_foreach_zero_",):
-        raise InplaceError(
-            f"in-place {name} on a partial tensor ({spec!r}) would need its sbp changed; bring it to broadcast or split first: x.to_global(sbp=...)"
-        )
     return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
 
 

@@ -19,8 +19,8 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "check_view", "describe_call", "inplace_error", "name_of", "promote",
-    "replaced", "tensors_in", "written",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "check_view", "describe_call", "inplace_error", "name_of",
+    "promote", "replaced", "tensors_in", "written",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -264,6 +264,16 @@ class Several(Plan):
             for t in wrapped:
                 t._stale, t._aliased = stale, not stale
         return self.kind(wrapped)
+
+
+def bring_together(name: str, target: GlobalTensor) -> None:
+    """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
+    if target._pinned or target._aliased or (target._local.is_leaf and target._local.requires_grad):
+        raise inplace_error(name, target._spec)
+    whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
+    with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+        target._local = box(target._local, target._spec, whole, why=name, alias=False)
+    target._spec = whole
 
 
 class Moved(Boxed):

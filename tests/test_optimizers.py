@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.everywhere import full
 from torch import optim
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import InplaceError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 SHAPES = {"w": (5, 4), "b": (3,), "s": ()}
@@ -188,3 +190,46 @@ def test_a_fused_step_that_fails_leaves_no_trace() -> None:
     with pytest.raises((TypeError, RuntimeError)):
         optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+
+
+def test_foreach_writes_as_other_in_place_ops_do() -> None:
+    x = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
+
+    def body() -> None:
+        rows = x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
+        norms, sums, twos = rows.norm(dim=0), rows.sum(0), rows[0] * 0 + 2  # parts of norms and of sums, left so by ops
+        torch._foreach_mul_([norms, sums], [twos, twos])
+        assert torch.allclose(full(norms), x.norm(dim=0) * 2)
+        assert torch.allclose(full(sums), x.sum(0) * 2)
+        part = rows[1:3]
+        torch._foreach_mul_([part], 10.0)
+        assert torch.equal(full(rows), torch.cat([x[:1], x[1:3] * 10, x[3:]])), "the base of a view that had to move gets it too"
+        with pytest.raises(InplaceError, match="the base would not change"):
+            torch._foreach_mul_([rows.to_global(sbp=S(1)).view(-1)], 2.0)
+
+    simulate(2, body, timeout=20.0)
+
+
+def test_adafactor_in_lists() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(4, 6).double()
+
+    def steps(model: Any, x: torch.Tensor) -> None:
+        optimizer = optim.Adafactor(model.parameters(), foreach=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    start = copy.deepcopy(plain)
+    x = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+    steps(plain, x)
+
+    def body() -> None:
+        everyone = flow.placement.all("cpu")
+        for sbp in (S(0), B):
+            model = copy.deepcopy(start).to_global(everyone, sbp)
+            steps(model, x.to_global(everyone, B))
+            assert torch.allclose(full(model.weight), plain.weight.detach())
+
+    simulate(2, body, timeout=20.0)
