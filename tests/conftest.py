@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from support import hosts, launched, mpi, pool, program, scripts
+from support import device, hosts, launched, mpi, pool, program, scripts
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
 # Machines differ in speed, and the first example pays for imports: no deadline for an example; the run has its own time limit.
 settings.register_profile("here", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("here")
+device.move()
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +66,14 @@ STARTERS.add(id(subprocess))
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them: one after another, with one pool for all."""
+    """Where several workers run the tests (pytest-xdist), those with processes stay on one of them for every 4 cores: there one after another, with one
+    pool for all."""
     known: dict[Any, bool] = {}
+    groups = max(1, (os.cpu_count() or 1) // 4)
     for item in items:
         function = getattr(item, "function", None)
         if {"ranks", "fresh_pool", "network"} & set(getattr(item, "fixturenames", ())) or (function is not None and starts_processes(function, known)):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}"))
 
 
 def starts_processes(function: Any, known: dict[Any, bool]) -> bool:

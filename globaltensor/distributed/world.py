@@ -69,15 +69,25 @@ class World(ABC):
         raise WorldError(f"rank {self.rank} of {self.size}: a {type(self).__name__} carries no messages")
 
     def device(self, type: str) -> torch.device:
-        """The device of this type that belongs to this rank: of accelerators, the one with the number of the local rank. Raises WorldError."""
+        """The device of this type that belongs to this rank: of accelerators, the one with the number of the local rank. Raises WorldError.
+
+        Ranks beyond the GPUs of a machine share them in turn where nothing forbids it (``shares``): slower than one each, but good for trying things out.
+        """
         if type in ("cpu", "meta"):
             return torch.device(type)
-        if type == "cuda" and torch.cuda.device_count() <= self.local_rank:
-            raise WorldError(
-                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this machine shows {torch.cuda.device_count()}; "
-                'use placement("cpu", ...), or start at most one process per device'
-            )
-        return torch.device(type, self.local_rank)
+        if type != "cuda" or self.local_rank < (count := torch.cuda.device_count()):
+            return torch.device(type, self.local_rank)
+        if count and self.shares:
+            return torch.device(type, self.local_rank % count)
+        raise WorldError(
+            f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this machine shows {count}; "
+            'use placement("cpu", ...), start at most one process per device' + (", or let them share it with the backend gloo" if count else "")
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether several ranks may compute on one device."""
+        return True
 
     def close(self) -> None:
         """Let go of the communicators and channels."""
@@ -109,6 +119,10 @@ class ProcessWorld(World):
             self.carrier = _carrier()
             self.backend = str(dist.get_backend_config(self.carrier))
             self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo"))
+
+    @property
+    def shares(self) -> bool:
+        return "nccl" not in self.backends.values()  # which wants a device for each of its ranks
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         from .process import ProcessComm

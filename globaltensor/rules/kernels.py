@@ -252,10 +252,12 @@ rule([torch.Tensor.item])(lambda op, input: setattr(op, "composite", lambda inpu
 
 # ---------------------------------------------------------------------------------------------------------------- a head and its loss, in chunks
 
-_head_and_loss = body_of(F.linear_cross_entropy)
+#: Newer than the oldest torch that works here: without it these lists are empty.
+_heads = [f for f in (vars(F).get("linear_cross_entropy"),) if f is not None]
+_bodies = [body_of(f) for f in _heads]
 
 
-@rule([F.linear_cross_entropy])
+@rule(_heads)
 def _linear_cross_entropy(
     op: Op, input: Arg, linear_weight: Arg, target: Arg, *, linear_bias: Arg | None = None, weight: Arg | None = None, reduction: str = "mean",
     ignore_index: int | None = None, label_smoothing: float = 0.0, options: Any = None,
@@ -263,21 +265,21 @@ def _linear_cross_entropy(
     simple = input.ndim == linear_weight.ndim == 2 and target.dtype == torch.int64 and not label_smoothing
     if options is None or not simple or linear_weight.is_split(0):
         # Without chunks: logits that lie on several ranks are not made at once by any.
-        op.composite = lambda *args, options=None, **kwargs: _head_and_loss(*args, **kwargs)  # type: ignore[misc]
+        op.composite = lambda *args, options=None, **kwargs: _bodies[0](*args, **kwargs)  # type: ignore[misc]
     elif reduction != "none":
         op.composite = _reduced_linear_cross_entropy
     else:
         op.set(input, ("n", None))
         op.set(target, ("n",))
         op.out = [("n",)]
-        op.local = unless_empty(op, F.linear_cross_entropy)
+        op.local = unless_empty(op, _heads[0])
 
 
 def _reduced_linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    losses = F.linear_cross_entropy(input, linear_weight, target, weight=weight, reduction="none", ignore_index=ignore_index, **kwargs)
+    losses = _heads[0](input, linear_weight, target, weight=weight, reduction="none", ignore_index=ignore_index, **kwargs)
     if reduction == "sum":
         return losses.sum()
     counts = target != (-100 if ignore_index is None else ignore_index)

@@ -25,6 +25,7 @@ from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.spec import Spec
 from globaltensor.wrapper import GlobalTensor
 
+from .device import DEVICE
 from .everywhere import full
 from .oracle import swapped, tensors_in
 
@@ -64,8 +65,9 @@ def name_of(op: Any) -> str:
 
 
 def dtype_of(op: Any) -> torch.dtype | None:
-    """The dtype its samples are made in; None where it has none on a CPU."""
-    return next((d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.int32) if d in op.dtypes), None)
+    """The dtype its samples are made in; None where it has none on the device."""
+    known = op.supported_dtypes(DEVICE)
+    return next((d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.int32) if d in known), None)
 
 
 def _samples(op: Any, most: int) -> list[Any]:
@@ -74,7 +76,7 @@ def _samples(op: Any, most: int) -> list[Any]:
     if dtype is None:
         return []
     torch.manual_seed(0)
-    every = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=bool(op.supports_autograd) and dtype.is_floating_point), 400))
+    every = list(itertools.islice(op.sample_inputs(DEVICE, dtype, requires_grad=bool(op.supports_autograd) and dtype.is_floating_point), 400))
     small = [s for s in every if all(t.numel() <= _LARGE for t in tensors_in([s.input, s.args, s.kwargs]))]
     every = small or every
 
@@ -210,7 +212,7 @@ class Call:
 
     @staticmethod
     def weight(i: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.linspace(0.5, 1.5 + i, max(like.numel(), 1), dtype=like.dtype)[: like.numel()].reshape(like.shape)
+        return torch.linspace(0.5, 1.5 + i, max(like.numel(), 1), dtype=like.dtype, device=like.device)[: like.numel()].reshape(like.shape)
 
     def on(self, grid: tuple[int, ...], layouts: Any, want: Any) -> list[tuple[str, str, str, str]]:
         """[(what, how, ran, why)]: forward and backward."""

@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 import torch
 
 import globaltensor  # noqa: F401 - importing it is part of starting
+from support import device
 
 
 def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    device.move()
     connection = Connection(int(sys.argv[1]))
     connection.send_bytes(pickle.dumps((True, None)))
     while True:

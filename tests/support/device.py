@@ -1,0 +1,48 @@
+"""The device that tests run on: with GLOBALTENSOR_TEST_DEVICE=cuda every placement that a test puts on "cpu" lies on the GPU, which the ranks share.
+
+What tests make themselves stays on the CPU, and comparing brings both sides there. That is enough for whatever a test does with global tensors; one that
+is about the CPU itself (its name in a text, its generator) cannot pass, and is listed in `NOT_ON_A_GPU` or marked ``cpu_only``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DEVICE = os.environ.get("GLOBALTENSOR_TEST_DEVICE", "cpu")
+
+
+def move() -> None:
+    """Make this process's placements lie on `DEVICE`."""
+    if DEVICE == "cpu":
+        return
+    importlib.import_module("globaltensor.placement")._ALIASES["cpu"] = DEVICE  # the package's name of it is the class
+    torch.backends.cudnn.allow_tf32 = False
+    torch.testing.assert_close = _leniently(torch.testing.assert_close)  # type: ignore[assignment]
+    for holder in (torch, torch.Tensor):
+        for name in ("equal", "allclose"):
+            setattr(holder, name, _on_the_cpu(getattr(holder, name)))
+    numpy = torch.Tensor.numpy
+    torch.Tensor.numpy = lambda self, **kwargs: numpy(_here(self), **kwargs)  # type: ignore[method-assign, assignment]
+
+
+def _here(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) and not getattr(value, "is_global", False) and value.is_cuda else value
+
+
+def _on_the_cpu(compare: Callable[..., bool]) -> Callable[..., bool]:
+    def compared(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
+        return compare(_here(a), _here(b), *args, **kwargs)
+
+    return compared
+
+
+def _leniently(check: Callable[..., None]) -> Callable[..., None]:
+    def checked(*args: Any, **kwargs: Any) -> None:
+        check(*args, **{"check_device": False, **kwargs})
+
+    return checked
