@@ -55,7 +55,7 @@ types: $(STAMP)  ## mypy --strict on the pure rooms
 	$(BIN)/python -m mypy
 
 coverage: $(STAMP)  ## every op of torch on global tensors: writes docs/coverage.md
-	$(BIN)/python tests/coverage.py $(ARGS)
+	$(BIN)/python tests/op_coverage.py $(ARGS)
 
 bench: $(STAMP)  ## every benchmark, each beside its anchors
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

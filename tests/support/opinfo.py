@@ -1,5 +1,5 @@
 """Torch's own database of ops and sample inputs, run on global tensors: each sample in several layouts, forward, backward, in-place and ``out=``,
-on simulated ranks, beside plain torch. What comes out is data (`Outcome`): `coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
+on simulated ranks, beside plain torch. What comes out is data (`Outcome`): `op_coverage.py` makes a report of it, `test_opinfo.py` a quick gate.
 """
 
 from __future__ import annotations
