@@ -344,7 +344,7 @@ def run(options: argparse.Namespace) -> list[float]:
     loud = flow.env.get_rank() == 0
     if options.parallel == "single" and not loud:
         return []
-    device = torch.device(options.device, flow.env.get_local_rank() if options.device == "cuda" else None)
+    device = torch.device(options.device)
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))
     text = corpus()

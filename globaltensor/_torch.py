@@ -44,7 +44,24 @@ def fake_tensors() -> Any:
     from torch._subclasses import fake_tensor
 
     fake_tensor.log.addFilter(_unrecorded)
+    _prepare_fakes()
     return fake_tensor.FakeTensorMode()
+
+
+_preparing = threading.Lock()
+
+
+@functools.cache
+def _prepare_fakes_once() -> None:
+    # Fake tensors on a CUDA build where no GPU shows call this each time they start; in several threads (simulated ranks) it brings down the process (2.11).
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+
+
+def _prepare_fakes() -> None:
+    if torch.cuda._is_compiled() and not torch.cuda.is_available():
+        with _preparing:
+            _prepare_fakes_once()
 
 
 def _unrecorded(record: logging.LogRecord) -> bool:
@@ -180,12 +197,13 @@ def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
     """Let ``taken(inputs) -> (what is saved, note)`` and ``given(what was saved, note) -> inputs`` stand around how a checkpoint keeps its inputs.
 
     It saves them as autograd saves tensors, so that a checkpoint around it may drop them and compute them again; in a tensor without storage autograd sees
-    no graph. Older torch saves them through a custom Function instead, and has no such methods.
+    no graph.
     """
     from torch.utils.checkpoint import _CheckpointFrame as Frame
 
     save, get = getattr(Frame, "save_inputs", None), getattr(Frame, "get_inputs", None)
     if save is None or get is None:
+        _wrap_older_checkpoint_inputs(taken, given)
         return
 
     def save_inputs(frame: Any, *inputs: Any) -> None:
@@ -193,6 +211,28 @@ def wrap_checkpoint_inputs(taken: Any, given: Any) -> None:
         save(frame, *parts)
 
     Frame.save_inputs, Frame.get_inputs = save_inputs, lambda frame: given(get(frame), frame.note)  # type: ignore[method-assign]
+
+
+def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
+    """The same for torch 2.11, which saves them through a custom Function: its node then gives them back."""
+    from torch.utils.checkpoint import _NoopSaveInputs as Saver  # type: ignore[attr-defined]
+
+    save = Saver.apply
+
+    def apply(*inputs: Any) -> Any:
+        parts, note = taken(inputs)
+        saved = save(*parts)
+        if (node := saved.grad_fn) is not None:
+            get, dummy = node.get_args, note[0]  # the first stands there so that one is a tensor; it does not come back
+            assert dummy is None
+            node.get_args = lambda tensors: given(get(tensors), note[1:])
+        return saved
+
+    Saver.apply = staticmethod(apply)
+
+
+#: Puts the weights of a recurrent layer into one piece of memory, as cuDNN wants them; `nn.RNNBase.flatten_parameters` calls it on a GPU.
+flatten_recurrent_weights = torch._cudnn_rnn_flatten_weight
 
 
 #: What GradScaler calls on the gradients of one device and dtype: it has no public name.

@@ -144,11 +144,16 @@ def backward(
     run(locals_, seeds, retain_graph, create_graph, into)
 
 
+def in_this_thread() -> Any:
+    """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here (`no_boxing`, a method of attention) holds there."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 @visible
 def run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
     here = reducer.reducer()
     within = here.queued  # another pass is under way: this one is part of it (a checkpoint that runs again), and its gradients are wanted now
-    with sharded.immediate(into is not None):
+    with sharded.immediate(into is not None), in_this_thread():
         try:
             torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
             if within:
@@ -168,7 +173,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool
     wanted = _sequence(inputs)
     if not locals_:
         return tuple(GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None for x in wanted)
-    with sharded.immediate(True):
+    with sharded.immediate(True), in_this_thread():
         found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
     with torch.set_grad_enabled(create_graph):
         return tuple(_presented(x, g) for x, g in zip(wanted, found, strict=True))

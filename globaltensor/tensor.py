@@ -435,6 +435,13 @@ def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return x.to(other.dtype)
 
 
+def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank holds whole. Others are gathered for each call anyhow."""
+    weights, *rest = args
+    if all(isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights):
+        func([w._local for w in weights], *rest, **kwargs)
+
+
 def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
@@ -444,6 +451,7 @@ for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
+HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
 HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
 HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())

@@ -68,7 +68,7 @@ def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
     for rank in range(size):
         with as_rank(rank, size):
             torch.manual_seed(7)
-            local = make()
+            local = make().cpu()
             states.append(torch.get_rng_state())
         if spec.placement.coordinate(rank) is None:
             assert local.shape == (0,)

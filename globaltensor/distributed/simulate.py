@@ -241,6 +241,7 @@ def simulate(n: int, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEO
     def run(rank: int) -> None:
         set_world(SimulatedWorld(rank, hall, devices or {}))
         torch.set_grad_enabled(grad)
+        torch.autograd.set_multithreading_enabled(False)  # on a GPU all ranks' backward passes would run in one thread, which is no rank's
         how = "ended"
         try:
             results[rank] = fn(*args)

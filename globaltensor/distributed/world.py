@@ -246,7 +246,15 @@ def _start() -> World:
         return ProcessWorld(0, 1, 0, 1, owned=False)
     if place.world_size > 1:
         _join(place)
-    return ProcessWorld(place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1)
+    found = ProcessWorld(place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1)
+    _take_device(found)
+    return found
+
+
+def _take_device(found: ProcessWorld) -> None:
+    """Of several GPUs that NCCL serves the rank's own becomes the current one, where the program has chosen none: ``.cuda()`` then goes there."""
+    if "nccl" in found.backends.values() and 0 < found.local_rank < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(found.local_rank)
 
 
 def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:

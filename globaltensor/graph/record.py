@@ -214,7 +214,7 @@ class Local(Differentiated):
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
-        mark, known = next(reversed(self.graph.nodes), None), dict(self.known)
+        mark, known = next(iter(reversed(self.graph.nodes)), None), dict(self.known)
         args, kwargs = self.standing(tuple(args)), self.standing(kwargs)
         try:
             with self:

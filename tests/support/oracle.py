@@ -25,6 +25,8 @@ from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum
 from globaltensor.sbp import split as split_sbp
 from globaltensor.spec import Spec, pieces
 
+from .device import DEVICE
+
 Locals = dict[int, torch.Tensor]
 Parts = dict[int, list[torch.Tensor]]
 GRIDS = ((2,), (3,), (2, 2))
@@ -68,7 +70,7 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
         for i, p in enumerate(parts):
             go(p, axis + 1, (*where, i))
 
-    go(value, 0, ())
+    go(value.to(DEVICE), 0, ())
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ... import sharded
-from ...gradients import seed
+from ...gradients import in_this_thread, seed
 from ...reducer import reducer
 from ...spec import Spec
 from ...wrapper import GlobalTensor
@@ -96,7 +96,7 @@ class Stage:
         if start:
             try:
                 # A checkpoint's second forward pass must be like its first.
-                with kept.later.recording() if kept.later is not None else contextlib.nullcontext():
+                with kept.later.recording() if kept.later is not None else contextlib.nullcontext(), in_this_thread():
                     torch.autograd.backward([root for root, _ in start], [grad for _, grad in start])
             except BaseException:
                 reducer().abort()
