@@ -229,7 +229,7 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
 
 def _device_type(device: Any) -> str:
     device = torch.device(device) if isinstance(device, str) else device
-    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device != world().device(device.type)):
+    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().index(device.type)):
         kind = getattr(device, "type", "cuda")
         raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
     return str(device.type)

@@ -75,14 +75,18 @@ class World(ABC):
         """
         if type in ("cpu", "meta"):
             return torch.device(type)
-        if type != "cuda" or self.local_rank < (count := torch.cuda.device_count()):
-            return torch.device(type, self.local_rank)
-        if count and self.shares:
-            return torch.device(type, self.local_rank % count)
-        raise WorldError(
-            f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this machine shows {count}; "
-            'use placement("cpu", ...), start at most one process per device' + (", or let them share it with the backend gloo" if count else "")
-        )
+        index = self.index(type)
+        if type == "cuda" and index >= (count := torch.cuda.device_count()):
+            raise WorldError(
+                f"rank {self.rank} (local rank {self.local_rank}) has no cuda device: this machine shows {count}; "
+                'use placement("cpu", ...), start at most one process per device' + (", or let them share it with the backend gloo" if count else "")
+            )
+        return torch.device(type, index)
+
+    def index(self, type: str) -> int:
+        """The number of this rank's device among those of this type, whether there is such a device or not."""
+        count = torch.cuda.device_count() if type == "cuda" else 0
+        return self.local_rank % count if count and self.shares else self.local_rank
 
     @property
     def shares(self) -> bool:
