@@ -16,7 +16,7 @@ from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
 from .visible import apply
-from .wrapper import GlobalTensor
+from .wrapper import GlobalTensor, placeholder
 
 __all__ = [
     "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "check_view", "describe_call", "inplace_error", "name_of",
@@ -379,13 +379,13 @@ class _Elsewhere(torch.autograd.Function):
     """A rank outside the placement computes nothing, but its backward must pass the same boxings in the same order as the others'."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
+        return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 
 def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -393,7 +393,8 @@ def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: 
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in locals_) and (kind.is_floating_point or kind.is_complex)  # type: ignore[union-attr]
-        out.append(_Elsewhere.apply(kind, *locals_) if grad else torch.empty(0, dtype=kind))
+        device = world().outside(spec.placement.type) if spec is not None else next((t.device for t in locals_), torch.device("cpu"))
+        out.append(_Elsewhere.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
     return out
 
 
@@ -420,7 +421,7 @@ def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         watch()
     where = spec.placement.coordinate(world().rank)
     if where is None:
-        return torch.empty(0, dtype=tensor.dtype, requires_grad=graph)
+        return placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(world().device(spec.placement.type))
     if graph:

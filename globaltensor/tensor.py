@@ -74,7 +74,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     if placement.coordinate(world().rank) is None:
         # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so that ranks agree on who has one.
         kept = graph and self.shape == (0,) and self.dtype is spec.dtype
-        return GlobalTensor.wrap(self.view_as(self) if kept else placeholder(spec).requires_grad_(graph), spec)
+        return GlobalTensor.wrap(self.view_as(self).to(world().outside(placement.type)) if kept else placeholder(spec).requires_grad_(graph), spec)
     local = self.to(world().device(placement.type), copy=copy)
     if graph:
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
@@ -402,7 +402,8 @@ METHODS: dict[str, Any] = {
     "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout),
     "is_sparse": property(lambda self: self._local.is_sparse),
     **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
-    **{name: of_local(name) for name in ("data_ptr", "is_contiguous", "storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
+    "data_ptr": lambda self: _torch.storage_key(self._local) if _torch.is_fake(self._local) else self._local.data_ptr(),
+    **{name: of_local(name) for name in ("is_contiguous", "storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
     **{name: of_local(name) for name in ("is_set_to", "is_shared", "is_signed", "is_conj", "is_neg")},
 }  # fmt: skip
 
@@ -438,7 +439,7 @@ def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank holds whole. Others are gathered for each call anyhow."""
     weights, *rest = args
-    if all(isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights):
+    if not _torch.recording.on and all(isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights):
         func([w._local for w in weights], *rest, **kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from .distributed.world import world
 from .errors import KernelError
 from .placement import Placement
 from .sbp import Sbp
@@ -19,8 +20,8 @@ SEEN_AS: set[type] = set()
 
 
 def placeholder(spec: Spec) -> torch.Tensor:
-    """What a rank outside the placement holds: nothing, of the right dtype."""
-    return torch.empty(0, dtype=spec.dtype)
+    """What a rank outside the placement holds: nothing, of the right dtype on the right type of device."""
+    return torch.empty(0, dtype=spec.dtype, device=world().outside(spec.placement.type))
 
 
 class GlobalTensor(torch.Tensor):

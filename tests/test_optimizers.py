@@ -142,7 +142,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 def kernels_of(optimizer: optim.Optimizer) -> set[str]:
     """Names of the fused kernels that a step runs."""
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         optimizer.step()
     return {e.key for e in seen.key_averages() if "_fused_" in e.key}
 

@@ -39,7 +39,7 @@ _CARRIERS: Final = {
 def run(route: Plan, local: Tensor) -> Tensor:
     """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of both placements must call it.
 
-    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` cpu tensor. The result may share memory with ``local``.
+    A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
     """
     here = world()
     program = route.programs.get(here.rank)
@@ -93,7 +93,7 @@ def _slice(move: Move, rank: int) -> Step:
     type_ = move.dst.placement.type
     other_device = type_ != move.src.placement.type
     if rank not in move.dst.placement._coordinates:
-        return _vanish(move.dst.dtype)
+        return _vanish(type_)
     shape = move.dst.local_shape(rank)
     if 0 in shape:
         # Nothing of the source need lie here.
@@ -107,8 +107,8 @@ def _slice(move: Move, rank: int) -> Step:
     return step
 
 
-def _vanish(dtype: torch.dtype) -> Step:
-    return lambda t, here: torch.empty(0, dtype=t.dtype)
+def _vanish(type_: str) -> Step:
+    return lambda t, here: torch.empty(0, dtype=t.dtype, device=here.outside(type_))
 
 
 def _copy(move: Move, rank: int) -> Step:
@@ -224,7 +224,7 @@ def _exchange(move: Move, rank: int) -> Step:
     def step(t: Tensor, here: World) -> Tensor:
         comm, device = here.comm(members), here.device(wire)
         outgoing = {i: t[where].to(device) for i, where in sends}
-        out = torch.empty(shape, dtype=t.dtype, device=device) if receives else torch.empty(0, dtype=t.dtype)
+        out = torch.empty(shape, dtype=t.dtype, device=device) if receives else torch.empty(0, dtype=t.dtype, device=here.outside(dst.placement.type))
         buffers: dict[int, Tensor] = {}
         for (who, there, into), straight in zip(incoming, direct, strict=True):
             if who == rank:

@@ -145,7 +145,12 @@ class _Collective:
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
         straight = all(swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype for t in tensors)
-        return self.function(**given) if straight else self._staged(given, swapped)
+        try:
+            return self.function(**given) if straight else self._staged(given, swapped)
+        except RuntimeError as error:
+            if self.name != "all_to_all" or "does not support alltoall" not in str(error):
+                raise
+            return _all_to_all_joined(given, group)
 
     def _staged(self, given: dict[str, Any], swapped: dict[int, Tensor]) -> Any:
         def carried(value: Any) -> Any:
@@ -220,6 +225,25 @@ def _all_gather_unevenly(given: dict[str, Any], group: dist.ProcessGroup) -> Any
         with torch.no_grad():
             for t, part in zip(outs, target.split(numels), strict=True):
                 t.copy_(part.reshape(-1).view(mine.dtype).view(t.shape))
+
+    if late:
+        return _Staged(work, deliver, outs)
+    deliver()
+    return None
+
+
+def _all_to_all_joined(given: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    """Gloo in older torch has the all-to-all of one tensor only: those of a list go one after the other in it."""
+    outs, late = list(given["output_tensor_list"]), bool(given.get("async_op", False))
+    ins = [t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in given["input_tensor_list"]]
+    source, received = torch.cat(ins), [t.nbytes for t in outs]
+    target = source.new_empty(sum(received))
+    work = dist.all_to_all_single(target, source, received, [t.numel() for t in ins], group=group, async_op=late)
+
+    def deliver() -> None:
+        with torch.no_grad():
+            for t, part in zip(outs, target.split_with_sizes(received), strict=True):
+                t.copy_(part.view(t.dtype).view(t.shape))
 
     if late:
         return _Staged(work, deliver, outs)

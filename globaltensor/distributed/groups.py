@@ -78,7 +78,9 @@ def init_process_group(
     try:
         with _serving(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and not lacking(chosen):
+            raise  # torch's own word on its arguments
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
         mend = lacking(chosen) or advice(error, master) or "are all ranks started, and can they reach each other?"
         raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error

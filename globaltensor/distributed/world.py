@@ -39,6 +39,7 @@ class World(ABC):
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
         self.trace: list[Traffic] | None = None
         self._comms: dict[tuple[int, ...], Comm] = {}
+        self._outside: dict[str, torch.device] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
 
     def comm(self, ranks: tuple[int, ...]) -> Comm:
@@ -82,6 +83,18 @@ class World(ABC):
                 'use placement("cpu", ...), start at most one process per device' + (", or let them share it with the backend gloo" if count else "")
             )
         return torch.device(type, index)
+
+    def outside(self, type: str) -> torch.device:
+        """Where this rank keeps the nothing that it holds of others' tensors: on its own device of that type, where it has one. So tensors of one placement
+        are on one type of device on every rank, as those who sort tensors by their devices want it (fused optimizers)."""
+        found = self._outside.get(type)
+        if found is None:
+            try:
+                found = self.device(type)
+            except WorldError:
+                found = torch.device("cpu")
+            self._outside[type] = found
+        return found
 
     def index(self, type: str) -> int:
         """The number of this rank's device among those of this type, whether there is such a device or not."""

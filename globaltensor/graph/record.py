@@ -201,7 +201,7 @@ class Local(Differentiated):
 
     def fake_device(self, dst: Spec, local: torch.Tensor) -> torch.device:
         if self.rank not in dst.placement._coordinates:
-            return torch.device("cpu")
+            return world().outside(dst.placement.type)
         return local.device if local.device.type == dst.placement.type else torch.device(dst.placement.type)
 
     def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Local(Differentiated):
 
     def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
         inside = self.rank in spec.placement._coordinates
-        device = torch.device(spec.placement.type) if inside else torch.device("cpu")
+        device = torch.device(spec.placement.type) if inside else world().outside(spec.placement.type)
         out = self.made(spec.local_shape(self.rank) if inside else (0,), spec.dtype, device, [])
         if any(isinstance(a, torch.Tensor) for a in (*fill.args, *fill.kwargs.values())):
             with self:

@@ -36,7 +36,7 @@ def summands(value: torch.Tensor, parts: int, reduce: str, gen: torch.Generator)
     """Different tensors that reduce to ``value``."""
     if value.dtype == torch.bool or not value.numel():
         return [value if i == parts - 1 else torch.zeros_like(value) for i in range(parts)]
-    noise = [torch.randint(-4, 5, value.shape, generator=gen).to(value.dtype) for _ in range(parts - 1)]
+    noise = [torch.randint(-4, 5, value.shape, generator=gen).to(value.device, value.dtype) for _ in range(parts - 1)]
     if reduce == "sum":
         return [*noise, value - sum(noise)] if noise else [value]
     sign = {"max": -1, "min": 1}[reduce]
