@@ -157,7 +157,7 @@ def _second_has_none() -> str:
     if flow.env.get_rank() == 0:
         return ""
     with pytest.raises(WorldError) as caught:
-        torch.ones(2).to_global(placement=flow.placement("cuda", [0, 1]), sbp=S(0))
+        flow.zeros(2, placement=flow.placement("cuda", [0, 1]), sbp=S(0))
     return str(caught.value)
 
 

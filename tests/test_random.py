@@ -192,6 +192,7 @@ def test_randperm_and_generator() -> None:
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 INITS: list[Callable[[Tensor], object]] = [
     nn.init.uniform_, nn.init.normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
     nn.init.trunc_normal_, lambda w: nn.init.constant_(w, 3.0), lambda w: w.uniform_(-2, 3), lambda w: w.bernoulli_(0.3),
@@ -215,6 +216,8 @@ def test_initialisers_equal_one_device(number: int) -> None:
     want = torch.zeros(16, 12)
     INITS[number](want)
     for placement, layout in LAYOUTS[1:9:2]:
+        if number == 6 and OLD and any(e.is_partial for e in layout):
+            continue  # there it is made of ops that no partial tensor takes in place
         for got in simulate(placement.size, on_ranks, placement, layout):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 

@@ -284,6 +284,8 @@ def _embedding(
         return run
 
     op.local = local
+    if not sparse:  # on a GPU the kernel's backward writes where it must not if the rows have no elements
+        op.local = unless_empty(op)
 
 
 @rule([torch.embedding])
