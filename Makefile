@@ -45,8 +45,12 @@ test: $(STAMP)  ## all tests that need neither long nor a GPU
 test-slow: $(STAMP)  ## the long ones
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
 
+# ON_GPU: tests of the CPU that `make test-gpu` also runs with their placements on the GPU, which the ranks share (tests/support/device.py).
+ON_GPU := tests/test_boxing_processes.py tests/test_training.py tests/test_zero.py tests/test_opinfo.py tests/test_rules_indexing.py tests/test_rules_views.py
+
 test-gpu: $(STAMP)  ## those that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+	GLOBALTENSOR_TEST_DEVICE=cuda GLOBALTENSOR_BACKEND=gloo $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ON_GPU) $(ARGS)
 
 lint: $(STAMP)  ## ruff
 	$(BIN)/python -m ruff check $(SOURCES)

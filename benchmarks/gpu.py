@@ -30,6 +30,7 @@ B, S = flow.sbp.broadcast, flow.sbp.split
 #: size -> dtype: two whose kernels are short, and one that fills the GPU.
 SIZES = {Size(4, 64, 4, 32, 4): torch.float32, Size(4, 512, 8, 128, 8): torch.bfloat16, Size(12, 1024, 16, 1024, 8): torch.bfloat16}
 QUICK_SIZES = {Size(1, 32, 2, 16, 4): torch.float32}
+HERE = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, torch {torch.__version__}"  # other results are of a machine without
 
 
 def clock() -> float:
@@ -53,7 +54,8 @@ def mlp(rounds: int) -> Row:
         made[name].zero_grad()
         made[name](data[name]).backward()
 
-    return Row("4-layer MLP forward + backward", interleave({name: lambda name=name: both(name) for name in made}, rounds, calls=50, clock=clock), "us")
+    calls: Contenders = {name: lambda name=name: both(name) for name in made}
+    return Row(f"4-layer MLP forward + backward, {HERE}", interleave(calls, rounds, calls=50, clock=clock), "us")
 
 
 def gpt(size: Size, dtype: torch.dtype, rounds: int, compiled: bool) -> Row:
@@ -82,7 +84,7 @@ def gpt(size: Size, dtype: torch.dtype, rounds: int, compiled: bool) -> Row:
         steps |= {"plain, compiled": plain(torch.compile), "graph, compiled": lambda: fast(shared)}
     same_losses({name: lambda step=step: step().item() for name, step in steps.items()}, tolerance=1e-3 if dtype is torch.float32 else 2e-2)
     contenders: Contenders = dict(steps)
-    return Row(f"gpt step {size}, {str(dtype).removeprefix('torch.')}", interleave(contenders, rounds, calls=5, clock=clock), "ms")
+    return Row(f"gpt step {size}, {str(dtype).removeprefix('torch.')}, {HERE}", interleave(contenders, rounds, calls=5, clock=clock), "ms")
 
 
 def main() -> None:

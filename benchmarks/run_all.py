@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import LIMIT, describe, end, end_by_signal, options, table
 
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
               "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
-              "auto_parallel": "data"}  # fmt: skip
+              "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
 OURS = ("ours", "eager", "graph", "compiled")
 
@@ -61,7 +62,7 @@ def main() -> None:
     results = None if chosen.quick else HERE / "results"
     end_by_signal()
     for name in BENCHMARKS:
-        if chosen.only not in name:
+        if chosen.only not in name or (name == "gpu" and not torch.cuda.is_available()):
             continue
         rows = run(name, arguments if name != "boxing" else [])  # its sizes and rounds are its own
         print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{compared(name, rows)}", flush=True)

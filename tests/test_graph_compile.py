@@ -14,6 +14,7 @@ from support.pool import run_on
 from torch import fx, nn
 
 import globaltensor as flow
+from globaltensor.graph import compiled
 from globaltensor.graph.compiled import Compiled
 from globaltensor.graph.passes.recompute import Recomputed
 from globaltensor.graph.steps import Step
@@ -78,7 +79,8 @@ def calls(graph: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_layers_are_compiled_once_and_numbers_stay(backend: str) -> None:
+def test_layers_are_compiled_once_and_numbers_stay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_TOGETHER_CALLS", 1)
     graph = Language(gpt(), backend)
     assert quietly(graph, rows()) == pytest.approx(reference(), rel=1e-12)
     called = calls(graph)
@@ -86,6 +88,24 @@ def test_layers_are_compiled_once_and_numbers_stay(backend: str) -> None:
     assert most == LAYERS, "the layers are one module, called for each"
     assert len(parts(graph)) == len(called) - (LAYERS - 1)
     assert all(m.run is not None and m.run is not m.body for m in parts(graph)), "all were compiled"
+
+
+@pytest.mark.parametrize(("together", "times"), [(10_000, 1), (50, 2), (30, 3)])
+def test_several_layers_are_compiled_together(together: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiling costs at each call is paid once for as many layers as compile quickly."""
+    monkeypatch.setattr(compiled, "_TOGETHER_CALLS", together)
+    torch.manual_seed(0)
+    model = GPT(6, 16, 2, 8).double()
+    graph = Language(copy.deepcopy(model), "eager")
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    for got in quietly(graph, rows()):
+        plain.zero_grad()
+        loss = loss_of(model, rows())
+        loss.backward()
+        plain.step()
+        assert got == pytest.approx(loss.item(), rel=1e-12)
+    called = calls(graph)
+    assert max(called.count(m) for m in called) == times
 
 
 @pytest.mark.slow
@@ -112,9 +132,9 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
 @pytest.mark.parametrize("marked", [False, True])
 def test_collectives_stay_between_the_parts(kind: str, marked: bool) -> None:
     want = reference()
-    for losses, compiled, inside, again in run_on(2, spread_out, kind, marked):
+    for losses, made, inside, again in run_on(2, spread_out, kind, marked):
         assert losses == pytest.approx(want, rel=1e-9)
-        assert compiled
+        assert made
         assert not inside
         assert again == (LAYERS if marked else 0)
 

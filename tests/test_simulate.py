@@ -9,7 +9,7 @@ import torch
 
 from globaltensor.distributed.comm import Traffic, combine, comms
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import World, world
+from globaltensor.distributed.world import ProcessWorld, World, world
 from globaltensor.errors import WorldError
 
 
@@ -119,3 +119,24 @@ def test_only_members_get_a_communicator() -> None:
             here.comm((0, 1, 2))
 
     simulate(2, run)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def test_ranks_share_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert simulate(3, lambda: str(world().device("cuda"))) == ["cuda:0", "cuda:1", "cuda:0"]
+    over_gloo, over_nccl = ProcessWorld(2, 3, 2, 1, owned=False), ProcessWorld(2, 3, 2, 1, owned=False)
+    over_nccl.backends = {"cuda": "nccl"}
+    assert str(over_gloo.device("cuda")) == "cuda:0"
+    with pytest.raises(WorldError, match="rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend gloo"):
+        over_nccl.device("cuda")
+    assert str(over_gloo.outside("cuda")) == "cuda:0"
+    assert str(over_nccl.outside("cuda")) == "cpu", "what it holds of others' tensors is nothing, and may lie anywhere"
+
+
+def test_without_gpus_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(WorldError, match=r"this machine shows 0; use placement\(\"cpu\", ...\), start at most one process per device$"):
+        ProcessWorld(0, 1, 0, 1, owned=False).device("cuda")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.bodies import values
+from support.device import DEVICE
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 from torch import nn, optim
@@ -635,6 +636,7 @@ def test_on_processes(stage: int) -> None:
 
 
 @needs_mpi
+@pytest.mark.skipif(DEVICE != "cpu", reason="mpirun's ranks take NCCL where there is a GPU")
 def test_over_mpi() -> None:
     run_by_mpi(2, _on_processes, 2)
 

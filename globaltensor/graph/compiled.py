@@ -1,8 +1,8 @@
 """Compilation: the parts of a program that are torch calls and nothing else, each handed to ``torch.compile``.
 
 Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and changes of states: they stay as they are, so a compiler
-meets no code that it would have to break off at, and collectives are issued as without it. Layers that are alike are compiled once and called with other
-parameters.
+meets no code that it would have to break off at, and collectives are issued as without it. Where there are many layers that are alike, a few are compiled
+once, and called with the parameters of the next few.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = ["Compiled", "compile_parts"]
 _EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
 _LEAST_CALLS = 2  # with fewer there is nothing to fuse
 _LAYER_CALLS = 6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
+_TOGETHER_CALLS = 200  # each call of a compiled function costs 0.2 ms with its backward, so it serves several layers, as far as compiling stays quick
 _VIEWS = frozenset("view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand expand_as getitem select narrow t movedim".split())
 
 
@@ -135,16 +136,30 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
     repeated = Counter(_key(Part(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
     for i, run in enumerate(runs):
         rest: list[fx.Node] = []
-        for piece in cut.get(i, [run]):
-            if repeated[_key(Part(piece))] > 1:
-                if rest:
-                    yield rest
-                yield piece
-                rest = []
-            else:
-                rest = rest + piece
+        for key, streak in itertools.groupby(cut.get(i, [run]), lambda piece: _key(Part(piece))):
+            pieces = list(streak)
+            size = _together(len(pieces), sum(map(_computes, pieces[0])))
+            if repeated[key] < 2 or repeated[key] == len(pieces) == size:
+                rest = rest + [node for piece in pieces for node in piece]
+                continue
+            if rest:
+                yield rest
+            rest = []
+            for batch in (pieces[k : k + size] for k in range(0, len(pieces), size)):
+                yield [node for piece in batch for node in piece]
         if rest:
             yield rest
+
+
+def _together(layers: int, calls: int) -> int:
+    """How many of so many layers, of so many calls each, are compiled as one: those that divide them evenly before some more that do not.
+
+    >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
+    (4, 8, 7, 1)
+    """
+    most = max(1, min(layers, _TOGETHER_CALLS // max(1, calls)))
+    even = max(n for n in range(1, most + 1) if layers % n == 0)
+    return even if 2 * even > most else -(-layers // -(-layers // most))
 
 
 def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -1,7 +1,7 @@
 """The device that tests run on: with GLOBALTENSOR_TEST_DEVICE=cuda every placement that a test puts on "cpu" lies on the GPU, which the ranks share.
 
 What tests make themselves stays on the CPU, and comparing brings both sides there. That is enough for whatever a test does with global tensors; one that
-is about the CPU itself (its name in a text, its generator) cannot pass, and is listed in `NOT_ON_A_GPU` or marked ``cpu_only``.
+is about the CPU itself (its name in a text, its generator, an index out of range, which a GPU does not forgive) cannot pass. `make test-gpu` names files.
 """
 
 from __future__ import annotations
