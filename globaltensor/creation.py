@@ -15,14 +15,14 @@ from torch import Tensor
 
 from . import dispatch, draws
 from .convert import check_placement
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
 from .placement import Placement
 from .sbp import Sbp, broadcast
 from .spec import Spec
 from .visible import visible
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import GlobalTensor
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 

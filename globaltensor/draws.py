@@ -25,11 +25,11 @@ from torch import Tensor
 from . import _torch, dispatch, plans
 from .boxing import box
 from .distributed.simulate import SimulatedWorld
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .errors import InplaceError, PlacementError, WorldError
 from .spec import Spec
 from .visible import shown, visible
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import GlobalTensor
 
 __all__ = ["FILLS", "HANDLERS", "Fill", "claim", "draw", "filled", "holds", "keyed", "masked", "part", "run", "skip"]
 

@@ -11,12 +11,12 @@ import torch
 from . import _torch
 from .boxing import box
 from .dispatch import HANDLERS
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .placement import Placement
 from .plans import bring_together, check_view, name_of, promote, written
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import GlobalTensor
 
 __all__ = ["foreach", "foreach_norm"]
 

@@ -10,14 +10,14 @@ import torch
 
 from .boxing import box
 from .convert import spec_of
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .errors import SbpError
 from .placement import Placement
 from .plans import replaced, tensors_in
 from .reducer import watch
 from .sbp import Sbp, as_layout
 from .visible import visible
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import GlobalTensor
 
 __all__ = ["local_map"]
 

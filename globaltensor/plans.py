@@ -9,14 +9,14 @@ import torch
 
 from . import sharded
 from .boxing import box, log, plan
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .errors import InplaceError
 from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
 from .visible import apply
-from .wrapper import GlobalTensor, placeholder
+from .wrapper import GlobalTensor
 
 __all__ = [
     "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "check_view", "describe_call", "inplace_error", "name_of",

@@ -15,14 +15,14 @@ from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
-from .distributed.world import world
+from .distributed.world import placeholder, world
 from .errors import GlobalTensorError, InplaceError, LocalTensorError, SbpError
 from .placement import Placement
 from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .visible import visible
-from .wrapper import SEEN_AS, GlobalTensor, placeholder
+from .wrapper import SEEN_AS, GlobalTensor
 
 __all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
 

@@ -7,21 +7,15 @@ from typing import Any
 import torch
 
 from . import _torch
-from .distributed.world import world
 from .errors import KernelError
 from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec, Stored
 
-__all__ = ["SEEN_AS", "GlobalTensor", "placeholder"]
+__all__ = ["SEEN_AS", "GlobalTensor"]
 
 #: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
-
-
-def placeholder(spec: Spec) -> torch.Tensor:
-    """What a rank outside the placement holds: nothing, of the right dtype on the right type of device."""
-    return torch.empty(0, dtype=spec.dtype, device=world().outside(spec.placement.type))
 
 
 class GlobalTensor(torch.Tensor):

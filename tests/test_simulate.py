@@ -130,7 +130,7 @@ def test_ranks_share_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None
     over_gloo, over_nccl = ProcessWorld(2, 3, 2, 1, owned=False), ProcessWorld(2, 3, 2, 1, owned=False)
     over_nccl.backends = {"cuda": "nccl"}
     assert str(over_gloo.device("cuda")) == "cuda:0"
-    with pytest.raises(WorldError, match="rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend gloo"):
+    with pytest.raises(WorldError, match=r"rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend gloo"):
         over_nccl.device("cuda")
     assert str(over_gloo.outside("cuda")) == "cuda:0"
     assert str(over_nccl.outside("cuda")) == "cpu", "what it holds of others' tensors is nothing, and may lie anywhere"

@@ -18,9 +18,9 @@ import torch
 from ..errors import WorldError
 from ..placement import Placement
 from ..spec import Spec
-from ..wrapper import GlobalTensor, placeholder
+from ..wrapper import GlobalTensor
 from .simulate import simulate
-from .world import world
+from .world import placeholder, world
 
 __all__ = ["Parcel", "assembled", "load", "pack", "save", "unpack"]
 

@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import WorldError
+from ..spec import Spec
 from .backends import choose, lacking, prepare
 from .comm import Channel, Comm, Traffic
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
 from .meet import meet
 
-__all__ = ["World", "reset_world", "running", "set_world", "timeout", "world"]
+__all__ = ["World", "placeholder", "reset_world", "running", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
 _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interpreter ends
@@ -212,6 +213,11 @@ def world() -> World:
                 found = _Current.world = _start()
                 atexit.register(_leave)
     return found
+
+
+def placeholder(spec: Spec) -> torch.Tensor:
+    """What a rank outside the placement holds: nothing, of the right dtype on the right type of device."""
+    return torch.empty(0, dtype=spec.dtype, device=world().outside(spec.placement.type))
 
 
 def running() -> World | None:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..distributed.world import world
+from ..distributed.world import placeholder, world
 from ..sbp import broadcast
 from ..spec import Spec
-from ..wrapper import GlobalTensor, placeholder
+from ..wrapper import GlobalTensor
 from .devices import Layout
 from .errors import SessionError
 from .optimizer import DynamicLossScale

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...distributed.world import world
+from ...distributed.world import placeholder, world
 from ...reducer import settle
-from ...wrapper import GlobalTensor, placeholder
+from ...wrapper import GlobalTensor
 
 __all__ = ["Grads"]
 

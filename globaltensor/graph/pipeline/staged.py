@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from ... import draws
+from ...distributed.world import placeholder
 from ...placement import Placement
 from ...spec import Spec
-from ...wrapper import placeholder
 from .. import passes
 from ..capture import Captured
 from ..lower import lower

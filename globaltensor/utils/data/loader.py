@@ -13,13 +13,13 @@ import torch
 from torch.utils import data
 
 from ...convert import check_placement
-from ...distributed.world import world
+from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError, ShapeError
 from ...placement import Placement
 from ...plans import replaced, tensors_in
 from ...sbp import Sbp, as_layout, broadcast, split
 from ...spec import Spec
-from ...wrapper import GlobalTensor, placeholder
+from ...wrapper import GlobalTensor
 from .prefetch import on_device
 from .sampler import DistributedSampler
 
