@@ -132,8 +132,9 @@ def test_ranks_share_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(over_gloo.device("cuda")) == "cuda:0"
     with pytest.raises(WorldError, match=r"rank 2 .* has no cuda device: this machine shows 2; .* share it with the backend gloo"):
         over_nccl.device("cuda")
-    assert str(over_gloo.outside("cuda")) == "cuda:0"
     assert str(over_nccl.outside("cuda")) == "cpu", "what it holds of others' tensors is nothing, and may lie anywhere"
+    assert str(over_gloo.outside("cpu")) == "cpu"
+    assert str(over_gloo.outside("npu")) == "cpu"
 
 
 def test_without_gpus_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,8 @@ class World(ABC):
         found = self._outside.get(type)
         if found is None:
             try:
-                found = self.device(type)
-            except WorldError:
+                found = torch.empty(0, device=self.device(type)).device
+            except (WorldError, RuntimeError, AssertionError):  # torch's own, of a type of device that it was not made for
                 found = torch.device("cpu")
             self._outside[type] = found
         return found
