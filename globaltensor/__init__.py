@@ -11,9 +11,9 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
-from . import checkpoint as _checkpoint  # (what torch.distributed.checkpoint and torch.load ask of a tensor)
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
+from .checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster
 from .dispatch import rule
 from .distributed import env
@@ -27,6 +27,7 @@ from .rules.experts import experts
 from .rules.grouped import grouped_linear
 from .show import show
 from .spec import Spec
+from .spellings import global_to_global, local_to_global
 from .tensor import GlobalTensor, to_global, to_local
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.

@@ -1,20 +1,121 @@
-"""Global tensors in files: `torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load` knows what they are made of."""
+"""Global tensors in files: `save` and `load` of whole values by one rank.
+
+`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load` knows what they are made of."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from .distributed.world import world
-from .errors import SbpError
+from .distributed.world import placeholder, world
+from .errors import SbpError, WorldError
 from .placement import Placement
+from .plans import replaced, tensors_in
 from .sbp import Sbp, broadcast
-from .spec import made, stored
-from .tensor import rebuild
+from .spec import Spec, made, stored
+from .tensor import GATHERED, rebuild
 from .wrapper import GlobalTensor
 
-__all__: list[str] = []
+__all__ = ["load", "save"]
+
+# ---------------------------------------------------------------------------------------------------------------- whole values, by one rank
+
+
+def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_as_external_data: bool = False, **options: Any) -> None:
+    """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes: whole values, which plain PyTorch reads too.
+
+    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then.
+    ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing fails.
+    """
+    if global_dst_rank is None:
+        torch.save(obj, f, *args, **options)
+        return
+    here = world()
+    _one_of(here.size, "global_dst_rank", global_dst_rank)
+    token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
+    try:
+        # Ranks that write nothing go through the object all the same: what lies on them is asked for in one order.
+        torch.save(obj, sink, *args, **options)  # type: ignore[arg-type]
+    finally:
+        GATHERED.reset(token)
+        sink.close()
+    told = here.comm(tuple(range(here.size))).all_gather_object("" if sink.error is None else str(sink.error))
+    if any(told):
+        raise WorldError(f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}")
+
+
+class _Sink:
+    """Where one rank writes, and the others write nothing. What goes wrong is kept for the end: the others are on their way through the object too."""
+
+    def __init__(self, f: Any) -> None:
+        self.error: OSError | None = None
+        self._own = isinstance(f, (str, os.PathLike))
+        self._file: Any = f
+        try:
+            self._file = open(f, "wb") if self._own else f  # noqa: SIM115 - closed by who made this
+        except OSError as error:
+            self.error, self._file = error, None
+
+    def write(self, data: Any) -> int:
+        self._try("write", data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._try("flush")
+
+    def close(self) -> None:
+        if self._own:
+            self._try("close")
+
+    def _try(self, what: str, *args: Any) -> None:
+        if self._file is not None and self.error is None:
+            try:
+                getattr(self._file, what)(*args)
+            except OSError as error:
+                self.error = error
+
+
+def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | None = None, **options: Any) -> Any:
+    """``torch.load``. With ``global_src_rank`` every rank calls it, and that one alone reads: each tensor becomes a global one that lies whole on its CPU, from
+    where ``load_state_dict`` or ``to_global`` takes it to any layout.
+
+    ``map_location`` may then be a placement, on which the tensors lie broadcast, or the name of a device type. Raises WorldError on every rank where
+    reading fails.
+    """
+    if global_src_rank is None:
+        return torch.load(f, map_location, *args, **options)
+    here = world()
+    _one_of(here.size, "global_src_rank", global_src_rank)
+    mine: Any = None
+    found: list[torch.Tensor] = []
+    if here.rank == global_src_rank:
+        try:
+            read = torch.load(f, "cpu", *args, **options)
+            found = tensors_in(read, [])
+            mine = "", replaced(read, iter([torch.empty(0)] * len(found))), [(t.shape, t.dtype) for t in found]
+        except Exception as error:
+            mine = f"{type(error).__name__}: {error}", None, []
+    said, shell, metas = here.comm(tuple(range(here.size))).all_gather_object(mine)[global_src_rank]
+    if said:
+        raise WorldError(f"load: rank {global_src_rank} could not read the file: {said}")
+    specs = [Spec.make(shape, dtype, Placement("cpu", [global_src_rank]), [broadcast]) for shape, dtype in metas]
+    parts: Any = found if here.rank == global_src_rank else map(placeholder, specs)
+    whole: list[Any] = [GlobalTensor.wrap(t.detach(), spec) for t, spec in zip(parts, specs, strict=True)]
+    if isinstance(map_location, Placement):
+        whole = [t.to_global(placement=map_location, sbp=[broadcast] * map_location.axes) for t in whole]
+    elif map_location is not None:
+        whole = [t.to(map_location) for t in whole]
+    return replaced(shell, iter(whole))
+
+
+def _one_of(size: int, name: str, rank: Any) -> None:
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise WorldError(f"{name}={rank!r}: it must be a rank of this world, 0 to {size - 1}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- in parts
 
 
 def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,9 @@ from .sbp import Sbp, broadcast
 from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
+
+#: (placement, sbp) of what is created without saying so (utils/global_view.py).
+GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar("globaltensor_globally", default=(None, None))
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -187,7 +191,11 @@ def _creator(name: str) -> Callable[..., Any]:
 
     def create(*args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
         if placement is None and sbp is None:
-            return plain(*args, **kwargs)
+            placement, sbp = GLOBALLY.get()
+            if placement is None:
+                return plain(*args, **kwargs)
+            if _same_type(kwargs.get("device"), placement):
+                kwargs.pop("device", None)
         return make(*args, placement=placement, sbp=sbp, **kwargs)
 
     @functools.partial(visible, name=name, alone=plain)

@@ -43,6 +43,10 @@ class LocalTensorError(GlobalTensorError, AttributeError):
     """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a plain tensor."""
 
 
+class RenamedError(GlobalTensorError, AttributeError):
+    """An older name, which is gone; the message has the newer one. ``hasattr`` is False of it."""
+
+
 class KernelError(GlobalTensorError):
     """A global tensor reached a kernel below the function level."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,21 @@ class Placement:
     _ranks_array: np.ndarray[Any, np.dtype[np.int64]]
     _interned: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Placement] = {}
 
-    def __new__(cls, type: str, ranks: int | Sequence[Any] | np.ndarray[Any, Any]) -> Placement:
+    def __new__(
+        cls,
+        type: str = "",
+        ranks: int | Sequence[Any] | np.ndarray[Any, Any] | Mapping[int, Any] = (),
+        hierarchy: Sequence[int] | None = None,
+        *,
+        device_type: str | None = None,
+        device_ids: Mapping[int, Any] | None = None,
+    ) -> Placement:
+        # The last three are OneFlow's older spelling: {node: devices of that node}, and the shape that their ranks form.
+        type, ranks = device_type or type, ranks if device_ids is None else device_ids
+        if isinstance(ranks, Mapping):
+            ranks = _of_nodes(ranks, hierarchy)
+        elif hierarchy is not None:
+            raise PlacementError(f"hierarchy={hierarchy!r} belongs to ranks given by node, {{0: [0, 1]}}; a list of ranks has its own shape: [[0, 1], [2, 3]]")
         kind = _ALIASES.get(type, type)
         if kind not in DEVICE_TYPES:
             raise PlacementError(f"unknown device type {type!r} in placement; known: {', '.join(DEVICE_TYPES)} (and 'gpu' for 'cuda')")
@@ -79,6 +94,18 @@ class Placement:
         from .distributed import env
 
         return Placement(type, list(range(env.get_world_size())))
+
+    @property
+    def device_type(self) -> str:
+        """OneFlow's older name of ``type``."""
+        warnings.warn("placement.device_type is placement.type now", DeprecationWarning, stacklevel=2)
+        return self.type
+
+    @property
+    def hierarchy(self) -> tuple[int, ...]:
+        """OneFlow's older name of the shape of ``ranks``."""
+        warnings.warn("placement.hierarchy is placement.ranks.shape now", DeprecationWarning, stacklevel=2)
+        return self.shape
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("placements are immutable")
@@ -129,6 +156,22 @@ class Placement:
 
     def __repr__(self) -> str:
         return f'globaltensor.placement(type="{self.type}", ranks={self._ranks_array.tolist()})'
+
+
+def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:
+    """``{node: device, or devices}`` -> ranks: those of a node are numbered one after the other, as many on each."""
+    from .distributed import env
+
+    said = "placement(type, {node: devices}, hierarchy) is deprecated: name the ranks, placement(type, [[0, 1], [2, 3]])"
+    warnings.warn(said, DeprecationWarning, stacklevel=3)
+    each = {int(node): np.atleast_1d(np.array(list(d) if isinstance(d, range) else d)) for node, d in devices.items()}
+    if any(d.ndim != 1 or not np.issubdtype(d.dtype, np.integer) or d.min(initial=0) < 0 for d in each.values()) or min(each, default=-1) < 0:
+        raise PlacementError(f"devices by node must be {{node: a device, or a list or range of devices}}, numbered from 0; got {devices!r}")
+    on_each = env.get_world_size() // env.get_node_size() if max(each) else 0
+    ranks = np.concatenate([node * on_each + d for node, d in sorted(each.items())])
+    if hierarchy and math.prod(hierarchy) != ranks.size:
+        raise PlacementError(f"hierarchy {tuple(hierarchy)} has {math.prod(hierarchy)} places for {ranks.size} devices: {devices!r}")
+    return ranks.reshape(tuple(hierarchy)) if hierarchy else ranks
 
 
 placement = Placement

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy as copying
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from .contents import data, requires_grad_, resize_, set_, set_data, set_require
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, InplaceError, LocalTensorError, SbpError
+from .errors import GlobalTensorError, InplaceError, LocalTensorError, RenamedError, SbpError, ShapeError
 from .placement import Placement
 from .plans import check_view, promote, written
 from .sbp import Sbp, as_layout, broadcast
@@ -167,6 +168,23 @@ def _needs_global(name: str) -> property:
         raise LocalTensorError(f"a local tensor has no .{name}: make it global with x.to_global(placement, sbp) first")
 
     return property(get)
+
+
+def _renamed(old: str, new: str) -> property:
+    def get(self: torch.Tensor) -> Any:
+        raise RenamedError(f".{old} is .{new} now")
+
+    return property(get)
+
+
+def check_meta_consistency(self: GlobalTensor) -> None:
+    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the world. Raises ShapeError naming two that differ."""
+    here, spec = world(), self._spec.shown
+    mine = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} {' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
+    told = here.comm(tuple(range(here.size))).all_gather_object(mine)
+    for r, other in enumerate(told):
+        if other != told[0]:
+            raise ShapeError(f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has {other}\nlet every rank make it by the same calls")
 
 
 # ---------------------------------------------------------------------------------------------------------------- values on every rank
@@ -362,8 +380,17 @@ def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: 
     return out
 
 
+#: The rank that a pickle is for which holds whole values (checkpoint.save).
+GATHERED: ContextVar[int | None] = ContextVar("globaltensor_gathered", default=None)
+
+
 def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
-    """Pickled as this rank's part and its spec: to be read by the same rank of a world of the same size."""
+    """Pickled as this rank's part and its spec: to be read by the same rank of a world of the same size. Inside `checkpoint.save` by one rank as the whole
+    value, an ordinary tensor."""
+    if (target := GATHERED.get()) is not None:
+        home = Spec.make(self.shape, self.dtype, Placement("cpu", [target]), [broadcast])
+        whole = box(self._local.detach(), self._spec, home, why="to_global").requires_grad_(self.requires_grad)
+        return (torch.nn.Parameter(whole, self.requires_grad) if getattr(self, "_is_param", False) else whole).__reduce_ex__(protocol)
     return rebuild, (self._local.detach().cpu(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
 
 
@@ -392,6 +419,7 @@ METHODS: dict[str, Any] = {
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
+    "check_meta_consistency": check_meta_consistency,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
@@ -417,7 +445,8 @@ RECORDED = {
 #: What ordinary tensors gain.
 PLAIN: dict[str, Any] = {
     "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local, "is_global": property(lambda self: False),
-    "is_local": property(lambda self: True), "placement": _needs_global("placement"), "sbp": _needs_global("sbp"),
+    "is_local": property(lambda self: True), "is_lazy": property(lambda self: False), "is_consistent": _renamed("is_consistent", "is_global"),
+    "to_consistent": _renamed("to_consistent", "to_global"), "placement": _needs_global("placement"), "sbp": _needs_global("sbp"),
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
-    ("checkpoint", "optim", "parallelize"),
+    ("checkpoint", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),
     ("auto",),

@@ -1,0 +1,27 @@
+"""OneFlow's functions beside ``x.to_global``, which say what ``x`` must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import SbpError
+from .placement import Placement
+from .tensor import GlobalTensor, to_global
+
+__all__ = ["global_to_global", "local_to_global"]
+
+
+def local_to_global(x: torch.Tensor, placement: Placement, sbp: Any, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
+    """``x.to_global(placement, sbp)`` of a local tensor. Raises SbpError of a global one."""
+    if isinstance(x, GlobalTensor):
+        raise SbpError("local_to_global of a tensor that is global already: global_to_global changes its placement or sbp")
+    return to_global(x, placement, sbp, check_meta=check_meta, copy=copy)  # type: ignore[no-any-return]
+
+
+def global_to_global(x: torch.Tensor, placement: Placement | None = None, sbp: Any = None, **options: Any) -> GlobalTensor:
+    """``x.to_global(placement, sbp, ...)`` of a global tensor: what is not given stays. Raises SbpError of a local one."""
+    if not isinstance(x, GlobalTensor):
+        raise SbpError("global_to_global of a local tensor: local_to_global makes it global, with placement and sbp")
+    return to_global(x, placement, sbp, **options)  # type: ignore[no-any-return]

@@ -1,0 +1,123 @@
+"""``flow.utils.global_view``: OneFlow's way to take nests of tensors between local and global, and to create global tensors without saying so each time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..convert import check_placement
+from ..creation import GLOBALLY
+from ..distributed.world import world
+from ..errors import SbpError
+from ..placement import Placement
+from ..plans import replaced, tensors_in
+from ..sbp import Sbp, as_layout
+from ..wrapper import GlobalTensor
+
+__all__ = ["GlobalMode", "current_global_mode", "global_mode", "to_global", "to_local"]
+
+_LEAVES = (torch.Tensor, type(None))
+
+
+def to_global(
+    input: Any,
+    placement: Placement | None = None,
+    sbp: Sbp | Sequence[Sbp] | Callable[[Any, torch.Tensor], Any] | None = None,
+    warn_on_non_tensor_leaf: bool = True,
+    **options: Any,
+) -> Any:
+    """Every tensor in a nest of tuples, lists and dicts, made global. Collective over the world.
+
+    ``sbp``: one for all, or a callable ``(input, tensor) -> sbp``. Ranks outside the placement may have nothing (None): they get the nest of its first rank.
+    ``options``: those of ``x.to_global``. Where a leaf is neither a tensor nor None it stays, with a warning. Raises SbpError, PlacementError, ShapeError.
+    """
+    if warn_on_non_tensor_leaf:
+        _warn_of(input)
+    tensors = tensors_in(input, [])
+    if placement is not None:
+        check_placement(placement)
+        here, first = world(), placement.flat[0]
+        mine = _shape(input) if here.rank == first else input is None
+        told = here.comm(tuple(range(here.size))).all_gather_object(mine)
+        if input is None and told[first] is not True:
+            shell, kinds = told[first]
+            tensors = [torch.empty(0, dtype=d, requires_grad=g) for d, g in kinds]
+            input = replaced(shell, iter(tensors))
+    made = [t.to_global(placement=placement, sbp=sbp(input, t) if _is_rule(sbp) else sbp, **options) for t in tensors]  # type: ignore[attr-defined, operator]
+    return replaced(input, iter(made))
+
+
+def _is_rule(sbp: Any) -> bool:
+    return callable(sbp) and not isinstance(sbp, Sbp)
+
+
+def _shape(input: Any) -> Any:
+    """What another rank needs to have the same nest: it, with nothing for each tensor, and their dtypes. True: nothing at all."""
+    if input is None:
+        return True
+    tensors = tensors_in(input, [])
+    return replaced(input, iter([torch.empty(0)] * len(tensors))), [(t.dtype, t.requires_grad) for t in tensors]
+
+
+def _warn_of(value: Any) -> None:
+    if isinstance(value, dict):
+        for v in value.values():
+            _warn_of(v)
+    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for v in value:
+            _warn_of(v)
+    elif not isinstance(value, _LEAVES):
+        warnings.warn(f"global_view.to_global: a {type(value).__name__} is no tensor and stays as it is on each rank", stacklevel=3)
+
+
+def to_local(input: Any, *, copy: bool = False) -> Any:
+    """This rank's part of every global tensor in a nest of tuples, lists and dicts; what is local already stays."""
+    tensors = tensors_in(input, [])
+    return replaced(input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors]))
+
+
+@dataclass(frozen=True)
+class GlobalMode:
+    """Whether `global_mode` is on, and how it lays out what is created."""
+
+    placement: Placement | None = None
+    sbp: tuple[Sbp, ...] | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether creation functions without ``placement`` and ``sbp`` make global tensors."""
+        return self.placement is not None
+
+
+@contextmanager
+def global_mode(enabled: bool, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None) -> Iterator[GlobalMode]:
+    """Inside, this library's creation functions (``flow.ones`` and the like) make global tensors where the call names neither placement nor sbp; with
+    ``enabled=False`` they make local ones again. Torch's own (``torch.ones``) make local tensors everywhere. Raises SbpError, PlacementError.
+
+    >>> from globaltensor import placement
+    >>> from globaltensor.sbp import broadcast
+    >>> with global_mode(True, placement("cpu", [0]), broadcast):
+    ...     current_global_mode().sbp
+    (globaltensor.sbp.broadcast,)
+    """
+    if enabled:
+        if placement is None or sbp is None:
+            raise SbpError("global_mode(True) needs placement and sbp: how shall what is created lie?")
+        check_placement(placement)
+        token = GLOBALLY.set((placement, as_layout(sbp, placement.axes)))
+    else:
+        token = GLOBALLY.set((None, None))
+    try:
+        yield current_global_mode()
+    finally:
+        GLOBALLY.reset(token)
+
+
+def current_global_mode() -> GlobalMode:
+    """What `global_mode` says here."""
+    return GlobalMode(*GLOBALLY.get())
