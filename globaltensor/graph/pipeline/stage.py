@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ...gradients import in_this_thread, seed
 from ...reducer import reducer
 from ...spec import Spec
 from ...wrapper import GlobalTensor
+from ..recorder import casting
+from ..steps import autocast
 from .deferred import Later
 
 __all__ = ["Stage"]
@@ -27,6 +29,17 @@ class _Kept:
 
     def __init__(self, leaves: dict[int, Tensor], roots: list[GradientEdge | None], later: Later | None, seed: Tensor | None) -> None:
         self.leaves, self.roots, self.later, self.seed = leaves, roots, later, seed
+
+
+@contextlib.contextmanager
+def _same_after() -> Iterator[None]:
+    """A part of a program says how it is cast, and may end so: what comes next, the caller's code among it, finds autocast as it was before, and no parameter's
+    cast of before the optimizer's step."""
+    before = casting()
+    try:
+        yield
+    finally:
+        autocast(*before)
 
 
 class Stage:
@@ -49,11 +62,11 @@ class Stage:
     def forward(self, micro: int, inputs: Sequence[Tensor], train: bool = True, split: bool = False) -> tuple[Tensor, ...]:
         """Run one micro-batch -> outputs, without gradient. ``train``: keep what a backward needs; ``split``: it will come in two parts."""
         if not train:
-            with torch.no_grad():
+            with torch.no_grad(), _same_after():
                 return tuple(self.function(*inputs))
         given = [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)]
         later = Later() if split else None
-        with torch.enable_grad(), later.recording() if later is not None else contextlib.nullcontext():
+        with torch.enable_grad(), _same_after(), later.recording() if later is not None else contextlib.nullcontext():
             outputs = tuple(self.function(*given))
         # A gradient edge holds the graph, not the tensor: an output that was sent takes no memory here, unless an op has saved it.
         roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
