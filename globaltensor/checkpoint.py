@@ -1,6 +1,7 @@
 """Global tensors in files: `save` and `load` of whole values by one rank.
 
-`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load` knows what they are made of."""
+`torch.distributed.checkpoint` writes each part once and reads it into any layout; `torch.load` knows what they are made of.
+"""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ class Placement:
             array = np.atleast_1d(np.array(ranks))
         except ValueError as error:
             raise PlacementError(f"ranks of a placement must form a full array (rows of equal length), got {ranks!r}") from error
+        if not array.size:
+            raise PlacementError("a placement needs at least one rank: placement(type, ranks)")
         if not np.issubdtype(array.dtype, np.integer):
             raise PlacementError(f"ranks of a placement must be integers, got {ranks!r}")
-        if not array.size:
-            raise PlacementError("a placement needs at least one rank")
         flat = tuple(int(r) for r in array.ravel())
         if min(flat) < 0:
             raise PlacementError(f"a rank of a placement is negative: {ranks!r}")
