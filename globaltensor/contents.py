@@ -9,6 +9,7 @@ import torch
 from . import hooks, reducer, sharded
 from .boxing import box
 from .errors import InplaceError, SbpError
+from .moved import MovedView, share, twin
 from .sbp import broadcast, partial_sum
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -18,6 +19,8 @@ __all__ = ["replace_local", "set_", "set_data", "set_requires_grad"]
 
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
     """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value."""
+    if value and isinstance(self, MovedView) and self._local.is_leaf:
+        self.cut()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
     if value and self._local.is_leaf and layout != list(self._spec.layout):
         whole = self._spec.replace(layout=layout)
@@ -37,7 +40,11 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
 
 
 def data(self: GlobalTensor) -> GlobalTensor:
-    return GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
+    if isinstance(self, MovedView):
+        return twin(self, detached=True)
+    out = GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
+    share(self, out, viewed=False)
+    return out
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
@@ -47,6 +54,8 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
     sharded.forget()
+    if isinstance(self, MovedView):
+        self.cut()
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return

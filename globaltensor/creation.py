@@ -19,6 +19,7 @@ from .convert import check_placement
 from .distributed.world import placeholder, world
 from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
+from .moved import written
 from .placement import Placement
 from .sbp import Sbp, broadcast
 from .spec import Spec
@@ -334,10 +335,10 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.fill_(value)`` and ``x.zero_()``: every part is filled; on a partial_sum axis coordinate 0 holds the value, the others zeros."""
     x = args[0]
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
-    if isinstance(value, Tensor) or x._stale:  # copy_ knows about gradients of the value, and about views that hold their data elsewhere
+    if isinstance(value, Tensor):  # copy_ knows about gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
     x._local.fill_(value if draws.holds(x._spec) else 0)
-    return x
+    return written(x)
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

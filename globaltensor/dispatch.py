@@ -18,6 +18,7 @@ from .bodies import body_of
 from .boxing import box
 from .distributed.world import world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
+from .moved import MovedView
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
@@ -25,7 +26,7 @@ from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
-from .wrapper import GlobalTensor, kernel_message
+from .wrapper import GlobalTensor, Memory, kernel_message
 
 __all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
 
@@ -108,10 +109,14 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     wrapped = _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
     wrapped._local = out
     wrapped._spec = found.out
-    if found.view:
-        args[0]._aliased = wrapped._aliased = True
-        if args[0]._stale:
-            wrapped._stale = True
+    if found.view:  # as moved.share does
+        memory = args[0]._memory
+        if memory is None:
+            memory = args[0]._memory = Memory()
+        memory.viewed = True
+        wrapped._memory = memory
+    else:
+        wrapped._memory = None
     return wrapped
 
 
@@ -164,7 +169,7 @@ def _key(a: Any, free: bool) -> Any:
     if a is None or a is Ellipsis:
         return a
     if isinstance(a, GlobalTensor):
-        return settle(a)._spec
+        return settle(a)._spec if type(a) is not MovedView else (MovedView, a._spec)
     if isinstance(a, torch.Tensor):
         return (torch.Tensor, a.shape, a.dtype)
     if t is dict:
@@ -331,7 +336,7 @@ def _freeze(
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
-    flat = not done.picks and bool(args or not op.view) and all(isinstance(a, GlobalTensor) or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    flat = not done.picks and bool(args or not op.view) and all(type(a) is GlobalTensor or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if _torch.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
     if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):

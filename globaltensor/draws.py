@@ -27,6 +27,7 @@ from .boxing import box
 from .distributed.simulate import SimulatedWorld
 from .distributed.world import placeholder, world
 from .errors import InplaceError, PlacementError, WorldError
+from .moved import written
 from .spec import Spec
 from .visible import shown, visible
 from .wrapper import GlobalTensor
@@ -316,11 +317,6 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise InplaceError(
             f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
         )
-    if x._stale:
-        raise InplaceError(
-            f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
-            "Fill the base instead, or .clone() the view if a copy is meant"
-        )
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
@@ -331,7 +327,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with torch.no_grad():
             value = filled(spec, fill, generator)
         local.copy_(value)  # with gradients as they are: torch's own checks and its version counter apply
-    return x
+    return written(x)
 
 
 def _whole(name: str, value: Any, spec: Spec) -> Any:

@@ -12,8 +12,9 @@ from . import _torch
 from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import placeholder, world
+from .moved import written
 from .placement import Placement
-from .plans import bring_together, check_view, name_of, promote, written
+from .plans import bring_together, name_of, promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -54,20 +55,17 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*new_args, **new_kwargs) if mine else []
     if writes:
         for t in first:
-            if isinstance(t, GlobalTensor) and t._stale:
+            if isinstance(t, GlobalTensor) and t._memory is not None:
                 written(t)
         return first
     return _wrapped(result, mine, specs)
 
 
 def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
-    """As before any other in-place op: what is a view must reach its base, and what cannot be written as it lies moves. Raises InplaceError."""
+    """As before any other in-place op: what cannot be written as it lies moves. Raises InplaceError."""
     for t in targets:
-        if isinstance(t, GlobalTensor):
-            if t._stale:
-                check_view(name, t)
-            if name != "_foreach_zero_" and any(e.is_partial for e in t._spec.layout):
-                bring_together(name, t)
+        if isinstance(t, GlobalTensor) and name != "_foreach_zero_" and any(e.is_partial for e in t._spec.layout):
+            bring_together(name, t)
 
 
 def _target(spec: Spec, writes: bool) -> Spec:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _torch
 from .boxing import box
 from .errors import SbpError
+from .moved import share
 from .reducer import watch
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -135,6 +136,7 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
         if isinstance(t, GlobalTensor):
             out = GlobalTensor.wrap(part, t._spec)
             out._pinned = t._pinned
+            share(t, out)
             if part.grad_fn is not None:
                 out.__dict__["_node"] = _Node(part.grad_fn, duals)
             outs.append(out)

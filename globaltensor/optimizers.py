@@ -228,6 +228,8 @@ class _Swap:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
             for p in params:
+                if p._memory is not None:
+                    p._memory.writes += 1
                 part = parts.get(id(p), p._local) if parts else p._local
                 if mine := mine_of.get(part):
                     twin = twins.get(id(p))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from . import sharded
 from .boxing import box, log, plan
 from .distributed.world import placeholder, world
 from .errors import InplaceError
+from .moved import MovedView, aliased, share, touched, written
 from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
@@ -19,11 +21,12 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "check_view", "describe_call", "inplace_error", "name_of",
-    "promote", "replaced", "tensors_in", "written",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "describe_call", "inplace_error", "name_of",
+    "promote", "replaced", "tensors_in",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
+_PLACE = torch.empty(0)  # stands where a tensor stood
 
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.draws.
 RANDOM: list[Callable[..., Any]] = []
@@ -48,24 +51,6 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
         f"  target {spec!r}\n"
         f"use the out-of-place form, or bring the target there first: x = x.to_global(sbp=...)"
     )
-
-
-def check_view(name: str, target: GlobalTensor) -> None:
-    """Raises InplaceError where ``target`` is a view that had to move data, and what is written into it cannot be written on into its base."""
-    if target._stale and (target._origin is None or target._origin[0]._version != target._origin[2]):
-        raise InplaceError(
-            f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
-            "Write through the base instead (base[...] = value), or .clone() the view if a copy is meant"
-        )
-
-
-def written(target: GlobalTensor) -> GlobalTensor:
-    """``target`` has been written into. If it is ``base[index]`` and had to move data, the base gets it too: ``x[0] += 1``, ``x[1:].mul_(2)``."""
-    if target._origin is not None:
-        base, index, _ = target._origin
-        base[index] = target
-        target._origin = (base, index, base._version)
-    return target
 
 
 # ---------------------------------------------------------------------------------------------------------------- trees of arguments
@@ -186,8 +171,6 @@ class Boxed(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        if self.inplace:
-            check_view(self.name, tensors[0])
         locals_ = self.locals(tensors)
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
@@ -208,23 +191,32 @@ class Boxed(Plan):
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
                 return written(tensors[0])
-            if self.view and self.routes[0] is None and not self.picks:
-                tensors[0]._aliased = True
             if self.single:
-                return self._wrapped(out, self.outs[0], tensors, args[1] if func is _GETITEM else None)
+                return GlobalTensor.wrap(out, self.outs[0]) if not self.view else self._view(out, self.outs[0], (func, args, kwargs, 0))  # type: ignore[arg-type]
             result = tensors_in(out, [])
-        index = args[1] if func is _GETITEM else None
-        wrapped = iter([self._wrapped(local, spec, tensors, index) for local, spec in zip(result, self.outs, strict=True)])
-        return replaced(self.structure, wrapped)
+        pairs = zip(result, self.outs, strict=True)
+        wrap = self._view if self.view else lambda local, spec, call: GlobalTensor.wrap(local, spec)
+        return replaced(self.structure, iter([wrap(local, spec, (func, args, kwargs, i)) for i, (local, spec) in enumerate(pairs)]))  # type: ignore[arg-type]
 
-    def _wrapped(self, local: torch.Tensor, spec: Any, operands: Sequence[Any], index: Any = None) -> GlobalTensor:
-        out = GlobalTensor.wrap(local, spec)
-        if self.view:
-            out._stale = self.routes[0] is not None or self.picks or operands[0]._stale
-            out._aliased = not out._stale
-            if out._stale and index is not None:
-                out._origin = (operands[0], index, operands[0]._version)
-        return out
+    def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
+        """The result of that number of a view function's call."""
+        func, args, kwargs, i = call
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor):
+            return GlobalTensor.wrap(local, spec)
+        if self.routes[0] is None and not self.picks and type(base) is GlobalTensor:
+            out = GlobalTensor.wrap(local, spec)
+            share(base, out)
+            return out
+
+        index, places = args[1] if func is _GETITEM else None, repeat(_PLACE)
+        given, named = replaced(args, places), replaced(kwargs, places)  # the base is let go
+
+        def taken(source: Any) -> Any:
+            these = iter([source, *others])
+            return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
+
+        return MovedView.of(local, spec, base, taken, index)
 
 
 class Listed(Plan):
@@ -259,16 +251,14 @@ class Several(Plan):
         out = func(*local_args, **local_kwargs) if self.function is None else apply(self.function, local_args, local_kwargs)
         wrapped = [GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)]  # type: ignore[arg-type]
         if self.view:
-            stale = args[0]._stale
-            args[0]._aliased = True
             for t in wrapped:
-                t._stale, t._aliased = stale, not stale
+                share(args[0], t)
         return self.kind(wrapped)
 
 
 def bring_together(name: str, target: GlobalTensor) -> None:
     """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
-    if target._pinned or target._aliased or (target._local.is_leaf and target._local.requires_grad):
+    if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
         raise inplace_error(name, target._spec)
     whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
     with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
@@ -284,8 +274,7 @@ class Moved(Boxed):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         target = tensors[0]
-        check_view(self.name, target)
-        if target._pinned or target._aliased or (target._local.is_leaf and target._local.requires_grad):
+        if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
         # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
@@ -313,8 +302,6 @@ class Whole(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
-        if self.inplace:
-            check_view(self.name, tensors[0])
         inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
@@ -328,6 +315,7 @@ class Whole(Plan):
                 if inner.routes[i] is not None and version >= 0 and locals_[i]._version != version and not (self.inplace and i == 0):
                     with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
                         tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
+                    touched(tensors[i])
         members = set(self.placement.flat)
         if len(members) < world().size:
             out = self._share(out, inner.outside, locals_)

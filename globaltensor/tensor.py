@@ -17,9 +17,10 @@ from .contents import data, requires_grad_, resize_, set_, set_data, set_require
 from .convert import all_ranks, check_placement, gather_specs
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, InplaceError, LocalTensorError, RenamedError, SbpError, ShapeError
+from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError, ShapeError
+from .moved import MovedView, twin, written
 from .placement import Placement
-from .plans import check_view, promote, written
+from .plans import promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .visible import visible
@@ -285,7 +286,7 @@ def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **k
 
 
 def detach(self: GlobalTensor) -> GlobalTensor:
-    return GlobalTensor.wrap(self._local.detach(), self._spec)
+    return twin(self, detached=True)
 
 
 def detach_(self: GlobalTensor) -> GlobalTensor:
@@ -306,7 +307,6 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
     """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
-    check_view("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):
@@ -352,11 +352,14 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
     def run(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
         if self._local.is_leaf and self._local.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation ({name}_)")
-        aliased = self._aliased
-        out: GlobalTensor = view(self, *args, **kwargs)
-        if out._stale and aliased:
-            raise InplaceError(f"in-place {name}_ of a view, or of a tensor that has views: its parts had to move, and the others would not; use {name}()")
-        self._local, self._spec, self._aliased = out._local, out._spec, aliased
+        alone = self._memory is None
+        out: Any = view(twin(self), *args, **kwargs)
+        self._spec, self._memory = out._spec, None if alone else out._memory
+        if isinstance(out, MovedView) and not alone:
+            self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
+            self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
+        else:
+            self._local = out._local
         return self
 
     return run

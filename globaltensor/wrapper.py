@@ -12,10 +12,20 @@ from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec, Stored
 
-__all__ = ["SEEN_AS", "GlobalTensor"]
+__all__ = ["SEEN_AS", "GlobalTensor", "Memory"]
 
 #: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
+
+
+class Memory:
+    """What tensors have in common that show one another's values: how often one of them has been written into (moved.py)."""
+
+    __slots__ = ("viewed", "writes")
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.viewed = False  # whether one is a view of another
 
 
 class GlobalTensor(torch.Tensor):
@@ -24,17 +34,15 @@ class GlobalTensor(torch.Tensor):
     ``_local`` is this rank's part, an ordinary tensor that autograd works on; ``_spec`` says what the parts are parts of.
     """
 
-    __slots__ = ("_local", "_spec")
+    __slots__ = ("_local", "_memory", "_spec")
     _local: torch.Tensor
     _spec: Spec
+    _memory: Memory | None  # None: nothing else shows what it holds
     _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
-    _aliased: bool = False  # a view, or the base of one
     _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
-    _stale: bool = False  # made by a view function that had to move data: writing into it would not reach the base
     _reduce_dtype: torch.dtype | None = None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
     _shard: Stored | None = None  # of a parameter that lies whole: what of it this rank's optimizer steps (graph/zero.py)
     _grad_shard: Stored | None = None  # and how its gradient is kept
-    _origin: Any = None  # of such a view made by x[index]: (x, index, x's version then), so that writing can reach it
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
@@ -42,6 +50,7 @@ class GlobalTensor(torch.Tensor):
         out = _torch.make_wrapper(GlobalTensor, spec.shape, dtype=spec.dtype, device=local.device)
         out._local = local
         out._spec = spec
+        out._memory = None
         return out  # type: ignore[no-any-return]
 
     @classmethod

@@ -293,11 +293,6 @@ def out_of_another_shape() -> None:
     torch.add(ones(), ones(), out=flow.empty(3, placement=PAIR, sbp=B))
 
 
-@row(errors.InplaceError, "base", "clone")
-def writing_into_a_view_that_had_to_move() -> None:
-    flow.ones(5, 4, placement=PAIR, sbp=S(0)).view(4, 5).mul_(2)
-
-
 @row(RuntimeError, "leaf Variable that requires grad")
 def writing_into_a_leaf() -> None:
     ones(requires_grad=True).add_(1)

@@ -23,10 +23,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sbp", "placement"),
     ("spec",),
     ("wrapper",),
+
     ("cluster",),
     ("distributed",),
     ("boxing", "comm"),
     ("rules", "reducer", "profiling"),
+    ("moved",),
     ("sharded",),
     ("plans",),
     ("dispatch",),

@@ -266,13 +266,12 @@ def test_writing_through_views() -> None:
         row.add_(1).relu_()
         row.fill_(2.5)
         t.diagonal().mul_(3)
+        t.view(3, 8)[1:].mul_(-2)  # its parts had to move, and no index says where to
+        t.view(3, 8)[0].zero_()
+        row = t[0]
+        t.add_(1)
+        row.add_(1)  # what it holds is what the base does
     same(x, p)
-    with pytest.raises(RuntimeError, match="the base would not change"):
-        x.view(3, 8).zero_()  # its parts had to move, and no index says where to
-    row = x[0]
-    x.zero_()
-    with pytest.raises(RuntimeError, match="the base would not change"):
-        row.add_(1)  # what it holds is no longer what the base does
 
 
 @on(2)
@@ -293,8 +292,7 @@ def test_views_in_place() -> None:
             want, shown = y, seen
             continue
         same(y, want)
-        if t.sbp != (S(0),):  # there the row had to be fetched
-            same(seen, shown)  # written through
+        same(seen, shown)  # written through
         y.square().sum().backward()
         same(t.grad, 2 * (p + 1))
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):

@@ -14,6 +14,7 @@ from torch import fx
 from .. import _torch
 from ..dispatch import fresh_plans
 from ..distributed.world import set_world, world
+from ..moved import refresh
 from ..reducer import reducer
 from ..rules.quotient import settle
 from ..spec import Spec
@@ -74,8 +75,12 @@ def capture(
             local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
             logical.placeholder(f"input_{i}", s)
         try:
-            with _torch.tracing(), fake, logical, marked(logical), hooks(logical):
-                out = build(*args, **kwargs)
+            with _torch.tracing(), fake:
+                with logical, marked(logical), hooks(logical):
+                    out = build(*args, **kwargs)
+                with local:
+                    for t in tensors_in(out, []):
+                        refresh(t)
         except _torch.data_dependence() as error:
             raise GraphError(_depends(error)) from None
         outs = tensors_in(out, [])

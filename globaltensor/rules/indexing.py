@@ -273,8 +273,8 @@ def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region
 
 
 def _touch(x: torch.Tensor, d: int, value: Any) -> None:
-    """Write nothing, but let the value take part in the backward pass, where other ranks may wait for this one."""
-    if isinstance(value, torch.Tensor) and value.requires_grad:
+    """Write nothing, but let the value take part in the backward pass, and in a graph, where other ranks may wait for this one."""
+    if isinstance(value, torch.Tensor) and (value.requires_grad or is_fake(x)):
         x.narrow(d, 0, 0).add_(value.reshape(-1)[:0].sum().to(x.dtype))
 
 

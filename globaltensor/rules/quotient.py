@@ -112,6 +112,7 @@ class Quotient(GlobalTensor):
         """``total``: a scalar that may have a gradient."""
         out = _torch.make_wrapper(Quotient, total._spec.shape, dtype=total._spec.dtype, device=total._local.device)
         out._spec = total._spec
+        out._memory = None
         out.__dict__["_parts"] = (total, count)
         return cast(GlobalTensor, out)
 

@@ -1,0 +1,187 @@
+"""Views and what is written into them: a view shows its base, and the base the view, wherever their parts lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.bodies import values
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+PLACEMENTS = {(2,): [[B], [S(0)], [S(1)]], (3,): [[S(0)], [S(1)]], (2, 2): [[S(0), S(1)], [S(0), S(0)], [B, S(1)]]}
+
+#: Of a tensor with dims -> views of it; those that need more dims, or more rows, leave it as it is.
+VIEWS: dict[str, Callable[[Any], list[Any]]] = {
+    "first": lambda x: [x[0]],
+    "last": lambda x: [x[-1]],
+    "rows": lambda x: [x[1:]],
+    "steps": lambda x: [x[::2]],
+    "columns": lambda x: [x[..., :1]],
+    "new": lambda x: [x[None]],
+    "select": lambda x: [x.select(0, 0)],
+    "narrow": lambda x: [x.narrow(-1, 0, 1)],
+    "transpose": lambda x: [x.transpose(0, -1)],
+    "chunk": lambda x: list(x.chunk(2)),
+    "split": lambda x: list(x.split(1, dim=-1)),
+    "unbind": lambda x: list(x.unbind(0)),
+    "unsqueeze": lambda x: [x.unsqueeze(0)],
+    "unflatten": lambda x: [x.unflatten(0, (1, -1))],
+    "diagonal": lambda x: [x.diagonal()] if x.dim() > 1 else [x],
+    "detach": lambda x: [x.detach()],
+    "data": lambda x: [x.data],
+}
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, n: x.add_(n),
+    "imul": lambda x, n: x.__imul__(n),
+    "fill": lambda x, n: x.fill_(n),
+    "zero": lambda x, n: x.zero_(),
+    "copy": lambda x, n: x.copy_(x * n),
+    "item": lambda x, n: x.__setitem__(0, n) if x.dim() else x.fill_(n),
+    "foreach": lambda x, n: torch._foreach_add_([x], float(n)),
+    "relu": lambda x, n: torch.relu_(x.sub_(n)),
+    "normal": lambda x, n: x.normal_(generator=torch.Generator().manual_seed(n)),
+    "out": lambda x, n: torch.add(x, n, out=x),
+    "unsqueeze_": lambda x, n: x.unsqueeze_(0),
+    "transpose_": lambda x, n: x.transpose_(0, -1) if x.dim() else x,
+}
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("view"), st.integers(0, 20), st.sampled_from(sorted(VIEWS))),
+        st.tuples(st.just("write"), st.integers(0, 20), st.sampled_from(sorted(WRITES))),
+        st.tuples(st.just("read"), st.integers(0, 20), st.just("")),
+    ),
+    min_size=2,
+    max_size=9,
+).filter(lambda program: not {"transpose", "transpose_", "diagonal", "normal"} & {name for *_, name in program} > {"normal"})  # drawn in the order of memory
+
+
+def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
+    """All tensors of a program, and what was read on its way."""
+    tensors, read = [x], []
+    for number, (kind, which, name) in enumerate(program, 2):
+        t = tensors[which % len(tensors)]
+        if kind == "view" and t.dim() and t.numel():
+            tensors += VIEWS[name](t)
+        elif kind == "write":
+            WRITES[name](t, number)
+        elif kind == "read":
+            read.append(t * 2)
+    return tensors + read
+
+
+@given(program=steps, shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]), where=st.sampled_from(sorted(PLACEMENTS)), data=st.data())
+@settings(max_examples=150)
+def test_a_program_of_views_and_writes(program: list[tuple[str, int, str]], shape: tuple[int, ...], where: tuple[int, ...], data: Any) -> None:
+    fitting = [sbp for sbp in PLACEMENTS[where] if all(not e.is_split or e.dim < len(shape) for e in sbp)]
+    sbp, size = data.draw(st.sampled_from(fitting)), torch.Size(where).numel()
+    want = played(values(*shape), program)
+
+    def on_ranks() -> None:
+        placement = flow.placement("cpu", torch.arange(size).view(where).tolist())
+        got = played(values(*shape).to_global(placement, [B] * len(where)).to_global(sbp=sbp), program)
+        assert len(got) == len(want)
+        for mine, plain in zip(got, want, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
+
+    simulate(size, on_ranks)
+
+
+#: What torch lets be written into while gradients are recorded.
+DIFFERENTIABLE = [name for name in VIEWS if name not in ("chunk", "split", "unbind", "detach", "data")]
+gradual = steps.map(lambda program: [s for s in program if s[0] != "view" or s[2] in DIFFERENTIABLE]).map(
+    lambda program: [s for s in program if s[2] not in ("out", "foreach", "copy", "relu", "unsqueeze_", "transpose_")]
+)
+
+
+@given(program=gradual, sbp=st.sampled_from([B, S(0), S(1)]))
+@settings(max_examples=80)
+def test_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: Any) -> None:
+    def gradient(leaf: Any) -> Any:
+        found = played(leaf * 1, program)
+        sum((t * (i + 1)).sum() for i, t in enumerate(found)).backward()
+        return leaf.grad
+
+    want = gradient(values(4, 3).requires_grad_())
+
+    def on_ranks() -> None:
+        got = gradient(values(4, 3).to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp).requires_grad_())
+        torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+class Played(flow.nn.Graph):
+    def __init__(self, program: list[tuple[str, int, str]]) -> None:
+        super().__init__()
+        self.program = program
+
+    def build(self, x: Any) -> Any:
+        return tuple(played(x * 1, self.program))
+
+
+@given(program=steps.map(lambda program: [s for s in program if s[2] != "normal"]), sbp=st.sampled_from([B, S(0), S(1)]))
+@settings(max_examples=80)
+def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
+    want = played(values(4, 3), program)
+
+    def on_ranks() -> None:
+        x = values(4, 3).to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp)
+        for mine, plain in zip(Played(program)(x), want, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
+
+    simulate(2, on_ranks)
+
+
+def test_an_optimizers_step_shows_in_views() -> None:
+    def on_ranks() -> None:
+        placement = flow.placement("cpu", [0, 1])
+        for make in (torch.optim.SGD, torch.optim.Adam):
+            weight = torch.nn.Parameter(flow.ones(4, 3, placement=placement, sbp=S(0)))
+            row, optimizer = weight.detach()[1], make([weight], lr=0.5)
+
+            def closure(weight: Any = weight, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = (weight * weight).sum()
+                loss.backward()
+                return loss
+
+            closure(), optimizer.step()
+            assert row.numpy().tolist() == weight.detach().numpy()[1].tolist() != [1.0] * 3
+
+    simulate(2, on_ranks)
+
+
+def test_a_view_that_becomes_a_leaf_goes_its_own_way() -> None:
+    def on_ranks() -> None:
+        base = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
+        leaf = base[1].requires_grad_()
+        (leaf * 2).sum().backward()
+        base.zero_()
+        assert leaf.grad.numpy().tolist() == [2.0] * 3
+        assert leaf.detach().numpy().tolist() == [1.0] * 3
+
+    simulate(2, on_ranks)
+
+
+def test_a_view_without_gradient_lets_its_graph_go() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0)).requires_grad_()
+        y = x * 2
+        local = weakref.ref(y._local)  # as its graph, which holds it
+        z = y * y
+        first, second = y[1].detach(), y.detach()[1]
+        with torch.no_grad():
+            third = y[1]
+        del y, z
+        assert local() is None
+        assert first.sum().item() == second.sum().item() == third.sum().item() == 6.0
+
+    simulate(2, on_ranks)
