@@ -325,7 +325,7 @@ def _freeze(
 ) -> Plan:
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
-    done.picks = op.view and any(f in op.reduce for f in choice.factors)
+    done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
     done.random = op.random
     rank = world().rank

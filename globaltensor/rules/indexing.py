@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .._torch import is_fake
+from .cut import cut, stays_split, takes
 from .gather import extended, filled, first_share, only, picked, picks
 from .notation import Arg, Op, Split, align
 from .registry import RULES, Rule, rule
@@ -130,9 +131,12 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
     every, index_dims = align([p.value.shape for p in tensors], "index")
     for p, dims in zip(tensors, every, strict=True):
         op.set(p.value, dims)
-    op.set(x, [None if p.kind == "slice" else ("x", p.dim) for p in parts if p.kind != "new"])
-    region, begin, count = _region(parts, index_dims, lambda p: ("x", p.dim) if p.kind == "all" else None)
-    op.out, op.view = [tuple(region)], not tensors
+    over = {p.dim for p in parts if p.kind == "slice" and stays_split(x, p.dim, [p.value])}
+    op.set(x, [None if p.kind == "slice" and p.dim not in over else ("x", p.dim) for p in parts if p.kind != "new"])
+    region, begin, count = _region(parts, index_dims, lambda p: ("x", p.dim) if p.kind == "all" or (p.kind == "slice" and p.dim in over) else None)
+    op.out, op.view, op.exchanges = [tuple(region)], not tensors, {("x", d) for d in over}
+    if over:
+        takes(op, {p.dim: (region.index(("x", p.dim)), [p.value]) for p in parts if p.kind == "slice" and p.dim in over})
     op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "tensor")}
     op.linear, op.carries = [frozenset([0])], True
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
@@ -140,12 +144,18 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
 
 def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
     boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
-    if not boxes:
+    cuts = {p.dim: found for p in parts if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None}
+    if not boxes and not cuts:
         return None  # torch's own, with the index as it stands
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
         these, key, owned = iter(_tensors(index)), [], None
+        for taken in cuts.values():
+            x = taken(x)[0]
         for p in parts:
+            if p.kind == "slice" and p.dim in cuts:
+                key.append(slice(None))
+                continue
             at: Any = next(these) if p.kind == "tensor" else p.value
             if p.kind == "tensor" and p.dim in boxes:
                 n = shape[p.dim]
@@ -159,6 +169,11 @@ def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after:
         return y if owned is None else only(owned.reshape(*owned.shape, *[1] * after), y)
 
     return run
+
+
+def _cut(split: Split, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
+    factor = ("x", p.dim)
+    return cut(split, p.dim, split.op.out[0].index(factor), [p.value]) if p.kind == "slice" and split.is_split(factor) else None
 
 
 def _is_number(item: Any) -> bool:

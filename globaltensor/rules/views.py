@@ -5,6 +5,7 @@ All are linear and pass any partial through, as the same elements come out. A vi
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .cut import cut, stays_split, takes
 from .notation import Arg, Op, Split
 from .registry import RULES, Rule, rule, spellings
 
@@ -226,7 +228,7 @@ def _detach(op: Op, input: Arg) -> None:
 
 
 def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
-    """Several results that cut ``x`` along one dim; the cut dim stays whole."""
+    """Several results that cut ``x`` along one dim. That is whole, or each result is split along it in its own size."""
 
     def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
@@ -234,13 +236,33 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
             return
         results = on_meta(input, name, args, kwargs)
         d = dim_of(input, *args, **kwargs)
-        op.set(input, [None if k == d else k for k in range(input.ndim)])
+        runs = _runs([r.shape[d] for r in results]) if name != "unbind" else []
+        over = bool(runs) and stays_split(input, d, runs)
+        op.set(input, [None if k == d and not over else k for k in range(input.ndim)])
         one = op.dims[input.index]
         op.out = [tuple(one[k] for k in range(input.ndim) if name != "unbind" or k != d)] * len(results)
         op.view = True
         passes(op)
+        if over:
+            op.exchanges = {d}
+            takes(op, {d: (d, runs)})
+            op.local = lambda split: _all_of(cut(split, d, d, runs))
 
     return describe
+
+
+def _runs(sizes: Sequence[int]) -> list[range]:
+    """One after the other."""
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _first_of(parts: Callable[[torch.Tensor], Any] | None) -> Callable[..., Any] | None:
+    return None if parts is None else lambda input, *args, **kwargs: parts(input)[0]
+
+
+def _all_of(parts: Callable[[torch.Tensor], Any] | None) -> Callable[..., Any] | None:
+    return None if parts is None else lambda input, *args, **kwargs: parts(input)
 
 
 def _number(value: Any) -> Any:
@@ -264,12 +286,17 @@ def _narrow(op: Op, input: Arg, dim: int, start: int, length: int) -> None:
     if isinstance(start, Arg):
         raise TypeError("the start is data")
     d = input.dim(dim)
-    kept = input.shape[d] == length
-    op.set(input, [None if k == d and not kept else k for k in range(input.ndim)])
+    kept, runs = input.shape[d] == length, [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)]
+    over = not kept and stays_split(input, d, runs)
+    op.set(input, [None if k == d and not kept and not over else k for k in range(input.ndim)])
     op.out, op.view = [op.dims[input.index]], True
     passes(op)
     if kept:
         op.local = lambda split: lambda input, *args, **kwargs: input.view(input.shape)
+    elif over:
+        op.exchanges = {d}
+        takes(op, {d: (d, runs)})
+        op.local = lambda split: _first_of(cut(split, d, d, runs))
 
 
 def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
