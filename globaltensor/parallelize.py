@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -261,7 +262,15 @@ def _planned(model: nn.Module) -> list[_Part]:
             if dim is not None:
                 whole = "colwise" not in str(style) or ("gather" in str(style) and module is not head)
                 found.append(_Part(full, dim, module, whole, "colwise" in str(style)))
-    return found
+    # A layer beside one of rows that takes less gives several things in one (queries, keys and values): cut, each of them is split as it is.
+    taken = {_around(part): part.module.in_features for part in found if not part.column and isinstance(part.module, nn.Linear)}
+    several = [part.column and isinstance(part.module, nn.Linear) and part.module.out_features > taken.get(_around(part), math.inf) for part in found]
+    return [part._replace(whole=part.whole and not more) for part, more in zip(found, several, strict=True)]
+
+
+def _around(part: _Part) -> str:
+    """The path of the module that a part's layer is in."""
+    return ".".join(part.path.split(".")[:-2])
 
 
 def _dim_of(module: nn.Module, name: str, parameter: torch.Tensor, style: str) -> int | None:
@@ -358,7 +367,8 @@ def _paired(families: list[list[_Layer]]) -> Iterator[_Part]:
 
 def _pair(columns: Sequence[_Layer], row: _Layer) -> Iterator[_Part]:
     for layer in columns:
-        yield from layer.column(whole=layer.outputs != columns[0].outputs or layer.outputs != row.inputs)
+        several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0  # in one (queries, keys and values): cut, each of them is split as it is
+        yield from layer.column(whole=layer.outputs != columns[0].outputs or (layer.outputs != row.inputs and not several))
     yield from row.row()
 
 

@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Te
              {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, text),
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, text),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8, **DECODER}, text),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**DECODER, "num_key_value_heads": 4}, text),
     "bert": ("BertForMaskedLM", "BertConfig", {**WIDE, **STILL, **WORDS}, text),
     "t5": ("T5ForConditionalGeneration", "T5Config",
            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "vocab_size": 99, "decoder_start_token_id": 0}, text),
@@ -157,6 +158,28 @@ def sequence_plan(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_block_split_in_time(family: str) -> None:
     run_on(2, sequence_plan, family)
+
+
+def fused_plan(family: str) -> None:
+    """Queries, keys and values in one: ranks hand each other what they lack of each, and nothing is gathered."""
+    torch.manual_seed(0)
+    batch, everyone = text(2), flow.placement.all("cpu")
+    model = flow.parallelize(build(family), everyone, "tensor")
+    ids = batch["input_ids"].to_global(everyone, B)  # type: ignore[attr-defined]
+    body = model.transformer if family == "gpt2" else model.model
+    body(input_ids=ids)
+    with flow.boxing_log() as log:
+        body(input_ids=ids)
+    kinds = [move.kind for entry in log if hasattr(entry, "plan") for move in entry.plan.moves]
+    assert set(kinds) <= {"all_reduce", "mask"}, [str(entry) for entry in log]
+    exchanged = [entry.bytes for entry in log if not hasattr(entry, "plan")]
+    gathered = 2 * sum([96] if family == "gpt2" else [96, 128]) * 2 * LENGTH * 8 // 2  # by each of two ranks, in two layers
+    assert 0 < sum(exchanged) <= gathered / 2, exchanged
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])
+def test_several_projections_in_one_are_not_gathered(family: str) -> None:
+    run_on(2, fused_plan, family)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

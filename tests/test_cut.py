@@ -1,0 +1,95 @@
+"""Slices of a split dim, and what split and chunk give of it, stay split: ranks hand each other just what they lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.bodies import values
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+LAYOUTS = {(2,): [[S(0)], [S(1)], [P]], (3,): [[S(0)], [S(1)]], (2, 2): [[S(0), S(1)], [S(1), S(1)], [S(1), P], [B, S(1)], [S(1), S(0)]]}
+
+
+def placement_of(shape: tuple[int, ...]) -> Any:
+    return flow.placement("cpu", torch.arange(torch.Size(shape).numel()).view(shape).tolist())
+
+
+def same(shape: tuple[int, ...], layout: list[Any], x: torch.Tensor, function: Any) -> None:
+    """Forward and gradients of a function that gives a list of tensors, against one device."""
+
+    def weighed(results: list[Any]) -> Any:
+        return sum((y * y).sum() * (i + 1) for i, y in enumerate(results))
+
+    plain = x.clone().requires_grad_()
+    want = function(plain)
+    weighed(want).backward()
+
+    def on_ranks() -> None:
+        t = x.to_global(placement_of(shape), [B] * len(shape)).to_global(sbp=layout).requires_grad_()
+        got = function(t)
+        weighed(got).backward()
+        for mine, one in zip(got, want, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine.detach().numpy()), one.detach())
+        torch.testing.assert_close(torch.from_numpy(t.grad.numpy()), plain.grad)
+
+    simulate(torch.Size(shape).numel(), on_ranks)
+
+
+bounds = st.one_of(st.none(), st.integers(-9, 9))
+slices = st.builds(slice, bounds, bounds, st.one_of(st.none(), st.integers(1, 3)))
+
+
+@given(rows=slices, columns=slices, sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)), where=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+@settings(max_examples=120)
+def test_slices(rows: slice, columns: slice, sizes: tuple[int, int], where: tuple[int, ...], data: Any) -> None:
+    same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*sizes), lambda x: [x[rows, columns], x[rows], x[..., columns]])
+
+
+@given(cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4), dim=st.integers(0, 1), where=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+@settings(max_examples=120)
+def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> None:
+    shape = [3, 3]
+    shape[dim] = sum(cuts)
+    kind = data.draw(st.sampled_from(["sizes", "chunk", "tensor_split", "narrow"]))
+    functions = {
+        "sizes": lambda x: list(x.split(cuts, dim)),
+        "chunk": lambda x: list(x.chunk(len(cuts), dim)),
+        "tensor_split": lambda x: list(x.tensor_split(len(cuts), dim)),
+        "narrow": lambda x: [x.narrow(dim, sum(cuts[:i]), n) for i, n in enumerate(cuts)],
+    }
+    same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*shape), functions[kind])
+
+
+@pytest.mark.parametrize(
+    ("function", "bytes_moved"),
+    [
+        (lambda x: x[:, 1:], 6 * 8),  # one column over the border
+        (lambda x: x[:, :-1], 0),  # 4 and 3 columns: each has its own
+        (lambda x: x.chunk(2, 1)[0], 6 * 2 * 8),  # half of a half
+        (lambda x: x.split(8, 1)[0], 0),
+    ],
+)
+def test_what_moves(function: Any, bytes_moved: int) -> None:
+    def on_ranks() -> int:
+        x = values(6, 8).to_global(placement_of((2,)), B).to_global(sbp=S(1))
+        with flow.boxing_log() as log:
+            assert function(x).sbp == (S(1),)
+        return sum(entry.bytes for entry in log)
+
+    assert max(simulate(2, on_ranks)) == bytes_moved
+
+
+def test_a_run_too_short_for_all_ranks_is_taken_from_the_whole() -> None:
+    def on_ranks() -> None:
+        x = values(6, 8).to_global(placement_of((2,)), B).to_global(sbp=S(1))
+        assert x[:, -1:].sbp != (S(1),)
+        assert x.split([1, 7], 1)[1].sbp != (S(1),)
+
+    simulate(2, on_ranks)
