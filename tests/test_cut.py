@@ -67,6 +67,26 @@ def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> 
     same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*shape), functions[kind])
 
 
+@given(
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    dim=st.integers(0, 1),
+    whole=st.lists(st.booleans(), min_size=4, max_size=4),
+    where=st.sampled_from(sorted(LAYOUTS)),
+    data=st.data(),
+)
+@settings(max_examples=120)
+def test_cat(sizes: list[int], dim: int, whole: list[bool], where: tuple[int, ...], data: Any) -> None:
+    def joined(x: Any) -> list[Any]:
+        parts = x.split(sizes, dim)
+        if isinstance(x, flow.GlobalTensor):
+            parts = [p.to_global(sbp=B if len(where) == 1 else [B, B]) if alike else p for p, alike in zip(parts, whole, strict=False)]
+        return [torch.cat([parts[0], *reversed(parts), *parts], dim)]
+
+    shape = [3, 3]
+    shape[dim] = sum(sizes)
+    same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*shape), joined)
+
+
 @pytest.mark.parametrize(
     ("function", "bytes_moved"),
     [
@@ -84,6 +104,17 @@ def test_what_moves(function: Any, bytes_moved: int) -> None:
         return sum(entry.bytes for entry in log)
 
     assert max(simulate(2, on_ranks)) == bytes_moved
+
+
+def test_what_is_put_before_a_split_sequence_moves_little_of_it() -> None:
+    def on_ranks() -> int:
+        x = values(2, 64, 8).to_global(placement_of((4,)), B).to_global(sbp=S(1))
+        first = values(2, 2, 8).to_global(placement_of((4,)), B)
+        with flow.boxing_log() as log:
+            assert torch.cat([first, x], 1).sbp == (S(1),)
+        return sum(entry.bytes for entry in log)
+
+    assert max(simulate(4, on_ranks)) == 2 * 8 * 8  # one row: 66 are 17, 17, 16 and 16
 
 
 def test_a_run_too_short_for_all_ranks_is_taken_from_the_whole() -> None:

@@ -1,13 +1,18 @@
-"""Runs of a split dim: slices, and what split and chunk give. A run that has something for every rank lies split in its own size: ranks hand each other what
-they hold of each other's parts, which is little where it is most of the dim (labels that are shifted by one) and a share where there are several (queries,
-keys and values from one projection). A shorter one is taken from the whole dim.
+"""Runs of a split dim: slices, what split and chunk give, and what cat puts side by side.
+
+A run that has something for every rank lies split in its own size: ranks hand each other what they hold of each other's parts, which is little where it is
+most of the dim (labels shifted by one) and a share where there are several (queries, keys and values of one projection). A shorter one is taken from the
+whole dim.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..boxing.halo import Interval, Reach, fetch
@@ -16,7 +21,7 @@ from ..spec import Spec
 from .halo import fibers, is_spread
 from .notation import Arg, Op, Split
 
-__all__ = ["cut", "stays_split", "takes"]
+__all__ = ["cut", "joins", "stays_split", "takes"]
 
 #: For each result, where in the operand its elements stand.
 Runs = Sequence[range]
@@ -29,21 +34,28 @@ def stays_split(x: Arg, dim: int, runs: Runs) -> bool:
 
 
 def takes(op: Op, dims: dict[int, tuple[int, Runs]]) -> None:
-    """Operand 0 is cut along ``dims``: dim of it -> (the same dim of the results, what each takes). Its factors there are the numbers of the dims, as named
-    by the caller in ``op.exchanges``. Says what that costs."""
+    """Operand 0 is cut along ``dims``, which ``op.exchanges`` names: dim of it -> (the same dim of the results, what each takes). Says what that costs."""
 
     def seconds(choice: Any) -> float:
-        spec, found = choice.ins[0], 0.0
-        for d, (out_dim, runs) in dims.items():
-            if op.dims[0][d] in choice.factors:
-                ranks = fibers(spec, spec.placement.flat[0], d)
-                held, wanted = _places(spec, choice.outs, ranks, d, out_dim, runs)
-                most = max(sum(Reach(ranks, r, held, wanted).taken().values()) for r in ranks)
-                each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[d])
-                found += current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, ranks) if most else 0.0
-        return found
+        spec = choice.ins[0]
+        return sum(
+            _seconds(spec, d, *_places(spec, choice.outs, _ranks(spec, d), d, out_dim, runs))
+            for d, (out_dim, runs) in dims.items() if op.dims[0][d] in choice.factors
+        )  # fmt: skip
 
     op.traffic = seconds
+
+
+def _ranks(spec: Spec, dim: int) -> tuple[int, ...]:
+    return fibers(spec, spec.placement.flat[0], dim)
+
+
+def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]) -> float:
+    """What it costs that the ranks of a dim of ``spec``, of which they hold ``held``, fetch what they want."""
+    ranks = _ranks(spec, dim)
+    most = max(sum(Reach(ranks, r, held, wanted).taken().values()) for r in ranks)
+    each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[dim])
+    return current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, ranks) if most else 0.0
 
 
 def cut(split: Split, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], Sequence[Tensor]] | None:
@@ -84,3 +96,56 @@ def _covered(run: range, part: Interval) -> Iterator[Interval]:
 def _interval(spec: Spec, rank: int, dim: int) -> Interval:
     offsets, lengths = spec.box(rank)
     return offsets[dim], offsets[dim] + lengths[dim]
+
+
+# ---------------------------------------------------------------------------------------------------------------- joined again
+
+
+def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
+    """The result, ``operands`` side by side along ``dim``, is split there as those are that are: ranks hand each other what falls into each other's parts
+    of it. What lies whole on all ranks is cut where it lies. Names the dim ``factor`` of those that are split."""
+    ends = list(itertools.accumulate(a.shape[dim] for a in operands))
+    starts = [end - a.shape[dim] for end, a in zip(ends, operands, strict=True)]
+    spread = [a for a in operands if a.is_split(dim)]
+    for a in spread:
+        op.set(a, [factor if d == dim else f for d, f in enumerate(op.dims[a.index])])
+    op.out = [tuple(factor if d == dim else f for d, f in enumerate(op.out[0]))]
+    op.exchanges = {factor}
+
+    def wanted(out: Spec, ranks: Sequence[int], i: int) -> list[list[Interval]]:
+        """What each rank wants of operand ``i``."""
+        parts = [_interval(out, r, dim) for r in ranks]
+        return [[(a, b)] if (a := max(low, starts[i]) - starts[i]) < (b := min(high, ends[i]) - starts[i]) else [] for low, high in parts]
+
+    def seconds(choice: Any) -> float:
+        if factor not in choice.factors:
+            return 0.0
+        found, out = 0.0, choice.outs[0]
+        for i, a in enumerate(operands):
+            if a in spread:
+                spec = choice.ins[a.index]
+                held = [_interval(spec, r, dim) for r in _ranks(spec, dim)]
+                found += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
+        return found
+
+    def local(split: Split) -> Callable[..., Tensor] | None:
+        out, rank = split.outs[0], split.rank
+        ranks = fibers(out, rank, dim)
+        if len(ranks) == 1:
+            return None
+        steps: dict[int, Callable[[Tensor], Tensor]] = {}
+        for i, a in enumerate(operands):
+            spec, wants = split.ins[a.index], wanted(out, ranks, i)
+            if a in spread:
+                reach = Reach(ranks, rank, [_interval(spec, r, dim) for r in ranks], wants)
+                steps[a.index] = functools.partial(fetch, dim=dim, reach=reach)
+            else:
+                start, stop = (wants[ranks.index(rank)] or [(0, 0)])[0]
+                steps[a.index] = functools.partial(torch.narrow, dim=dim, start=start, length=stop - start)
+
+        def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            return torch.cat([steps[i](t) if i in steps else t for i, t in enumerate(tensors)], dim)
+
+        return run
+
+    op.traffic, op.local = seconds, local

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .._torch import meshgrid_of_list
+from .cut import joins
 from .notation import Arg, Op, Split
 from .registry import rule
 from .views import each_spelling, identity, passes
@@ -79,6 +80,9 @@ def _cat(op: Op, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = Non
         op.set(t, [None if k == d else k for k in range(n)] if t.ndim == n else [None])
     op.out = [tuple(None if k == d else k for k in range(n))]
     passes(op)
+    operands = [t for t in tensors if t.ndim == n]
+    if any(t.is_split(d) for t in operands) and len({t.dtype for t in operands}) == 1:
+        joins(op, operands, d, d)
 
 
 @rule("stack")
