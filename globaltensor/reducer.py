@@ -31,7 +31,19 @@ Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
 # As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+ROOM_BYTES = FIRST_BYTES  # a bucket of this size has its room before its gradients come
 _UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arrived
+
+
+_LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follows
+
+
+def keep_let_go_memory() -> None:
+    """Let this process keep the memory that a step lets go for the next one. The C library gives what is free at the end of its heap back to the system once
+    that is more than twice the largest block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and mapped anew: thousands
+    in a step. So let go of a large one, which costs nothing as it is never touched. (torch's DistributedDataParallel does so without meaning to, where it
+    forms its buckets anew.)"""
+    torch.empty(_LARGEST, dtype=torch.uint8)
 
 
 def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -65,6 +77,7 @@ class LeafGradient:
         self.part: tuple[int, ...] = ()
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
         self.keep(leaf._grad_shard)
+        reducer().leaves[number] = self
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
 
     def keep(self, shares: Stored | None) -> None:
@@ -142,12 +155,24 @@ class Owed(Protocol):
         """That is under way: after ``wait()`` it is in ``cell``."""
 
 
+class _Room:
+    """Where the gradients of a bucket are summed: ``flat``, and the part of each leaf's number in it."""
+
+    __slots__ = ("flat", "parts")
+
+    def __init__(self, flat: torch.Tensor, parts: dict[int, torch.Tensor]) -> None:
+        self.flat, self.parts = flat, parts
+
+
 class Reducer:
     """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
 
     def __init__(self) -> None:
+        keep_let_go_memory()
         self.deferred = 0
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
+        self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
+        self.rooms: dict[int, _Room | None] = {}  # of this pass, by the planned bucket
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
         self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
         self.numbers = 0
@@ -183,8 +208,39 @@ class Reducer:
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
             self.alone.append((leaf, grad))
             return
-        for bucket in self.buckets.add(leaf.number, (leaf, grad), *leaf.size(grad.dtype)):
+        nbytes, key = leaf.size(grad.dtype)
+        for bucket in self.buckets.add(leaf.number, (leaf, self.placed(leaf, grad, key)), nbytes, key):
             self.send(bucket)
+
+    def placed(self, leaf: LeafGradient, grad: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
+        """A gradient where it will be summed, if its bucket has room for it already. While it comes it is in the caches, and the memory that it came in serves
+        the next: whole buckets that are let go together go back to the system, to be touched for the first time again in each step."""
+        where = self.buckets.bucket.get(leaf.number)
+        if where is None or leaf.number in self.buckets.seen:
+            return grad
+        if where not in self.rooms:
+            self.rooms[where] = self._room(where, key)
+        room = self.rooms[where]
+        return grad if room is None else room.parts[leaf.number].copy_(grad)
+
+    def _room(self, where: int, key: tuple[Any, ...]) -> _Room | None:
+        """Room for the gradients of a planned bucket; None where it is small, or one of them cannot lie in a row with others."""
+        numbers, (_, summed_in, dtype, device) = list(self.buckets.plan[where]), key
+        leaves = [leaf for leaf in map(self.leaves.get, numbers) if leaf is not None and leaf.local.is_contiguous() and not isinstance(leaf.kept, Stored)]
+        size = sum(leaf.local.numel() for leaf in leaves)
+        alike = summed_in is dtype and all(leaf.size(leaf.local.dtype)[1] == key for leaf in leaves)
+        if len(leaves) < len(numbers) or not alike or size * dtype.itemsize < ROOM_BYTES:
+            return None
+        flat = self._flat((key, where), size + 1, dtype, device)  # one more, for what rides with it
+        return _Room(flat, dict(zip(numbers, _torch.parts_of(flat[:size], [leaf.local for leaf in leaves]), strict=True)))
+
+    def _flat(self, key: Any, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for gradients side by side. They stay where they were summed. What is touched for the first time costs more than a copy: it serves again once
+        they have been let go."""
+        flat = self.flats.get(key)
+        if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
+            flat = self.flats[key] = torch.empty(size, dtype=dtype, device=device)
+        return flat
 
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
         """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
@@ -221,16 +277,17 @@ class Reducer:
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         if isinstance(bucket[0][0].kept, Stored):
             return self.scatter(bucket)
-        way, parts, kind = bucket[0][0].way, [g.reshape(-1) for _, g in bucket], dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
+        way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None and self.rides else None
-        if rider is not None:
-            parts.append(rider)
-        # Gradients stay where they were summed. Memory that is touched for the first time costs more than a copy: it serves again once they have been let go.
-        key, size = (way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts)
-        flat = self.flats.get(key)
-        if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
-            flat = self.flats[key] = torch.empty(size, dtype=kind, device=parts[0].device)
-        torch.cat(parts, out=flat)
+        room = self.rooms.get(self.buckets.bucket.get(bucket[0][0].number, -1))
+        if room is not None and len(bucket) == len(room.parts) and all(g is room.parts.get(leaf.number) for leaf, g in bucket):
+            flat = room.flat if rider is not None else room.flat[:-1]
+            if rider is not None:
+                flat[-1:] = rider
+        else:
+            parts = [g.reshape(-1) for _, g in bucket] + ([rider] if rider is not None else [])
+            flat = self._flat((way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts), kind, parts[0].device)
+            torch.cat(parts, out=flat)
         # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
         later = rider is not None or (self.owed is not None and self.owed.riding)
         if not later and (factor := self.factor()) != 1:
@@ -252,6 +309,7 @@ class Reducer:
         self.buckets.drop()
         self.before, self.sent, self.finished, self.alone = [], [], [], []
         self.under_way.clear()
+        self.rooms.clear()
 
     def finish(self) -> None:
         """The end of a backward pass."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import globaltensor as flow
+from globaltensor import reducer
 from globaltensor.buckets import Buckets
 from globaltensor.distributed.simulate import simulate
 
@@ -53,3 +58,43 @@ def _empty_part() -> None:
 
 def test_a_rank_with_an_empty_part() -> None:
     simulate(2, _empty_part)
+
+
+def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room made beforehand: several steps, gradients that are kept, a weight used twice, one that is left out, a gradient that is no row of memory."""
+    monkeypatch.setattr(reducer, "ROOM_BYTES", 0)
+
+    torch.manual_seed(0)
+    made = [torch.nn.Linear(6, 6).double() for _ in range(4)]
+
+    def trained(x: Any, place: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        layers = copy.deepcopy(made)
+        model = torch.nn.ModuleList(layers)
+        place(model)
+        found = []
+        for step in range(5):
+            y = layers[1](layers[0](layers[0](x)))
+            y = layers[2](y) if step % 2 else y @ layers[3].weight
+            y.square().mean().backward()
+            if step == 2:  # two passes for one step
+                (layers[0].weight * y.detach().mean()).sum().backward()
+            if step != 3:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        if p.grad is not None:
+                            found.append(p.grad.clone())
+                            p -= 0.1 * p.grad
+                model.zero_grad()
+        return found
+
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    want = trained(x, lambda model: None)
+
+    def on_ranks() -> None:
+        pair = flow.placement("cpu", [0, 1])
+        got = trained(x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), lambda model: model.to_global(pair, flow.sbp.broadcast))  # type: ignore[attr-defined]
+        assert reducer.reducer().flats
+        for mine, plain in zip(got, want, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
+
+    simulate(2, on_ranks)
