@@ -23,6 +23,10 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+#: The kernel by which torch reads a number out of a tensor that stands for one among a function's arguments: ``torch.arange(lengths.max())``.
+READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
 #: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
 
