@@ -460,6 +460,21 @@ def test_a_model_that_writes_into_a_plain_tensor() -> None:
     simulate(2, run)
 
 
+def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
+    class Asking(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    def run() -> None:
+        where = mesh((2,))
+        with pytest.raises(GraphError, match=r"asks for the value of a tensor") as raised:
+            flow.parallelize(Asking().double(), where, "auto")(spread(numbers(2, 8), where))
+        said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])  # notes are Python 3.11's
+        assert 'a model that asks for values takes one by name, "data"' in said
+
+    simulate(2, run)
+
+
 def test_a_first_call_inside_a_graph_is_too_late() -> None:
     def run() -> None:
         where = mesh((2,))

@@ -79,7 +79,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
         calls = calls_of_model(model, args, kwargs)
         return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
 
-    calls = agreed(name, captured)
+    calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
     given = tensors_in(kwargs, tensors_in(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
     fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
