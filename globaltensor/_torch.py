@@ -23,6 +23,10 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+#: The kernel by which torch reads a number out of a tensor that stands for one among a function's arguments: ``torch.arange(lengths.max())``.
+READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
 #: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
 
@@ -121,8 +125,10 @@ meshgrid_of_list = torch._VF.meshgrid
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
 #: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
 weight_norm = torch._weight_norm
-#: What torch.distributions asks of its arguments.
-is_all_true, is_any_true = torch._is_all_true, torch._is_any_true
+#: What torch.distributions asks of its arguments, and torch's own checks of tensors, as functions and methods.
+is_all_true, is_any_true = [torch._is_all_true, torch.Tensor._is_all_true], [torch._is_any_true, torch.Tensor._is_any_true]
+#: What torch.nn.utils.rnn.pack_padded_sequence and pad_packed_sequence call once they have looked at their arguments.
+pack_padded, pad_packed = torch._pack_padded_sequence, torch._pad_packed_sequence
 #: The kernel of torch.nn.functional.grouped_mm, and that function where torch has it.
 grouped_mm = [f for f in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)) if f is not None]
 #: Batch norm's kernel by its newer name.
@@ -321,14 +327,19 @@ def real_tensors() -> Any:
 
 _tracing = [0]  # how many threads are: ranks may be threads
 _tracing_lock = threading.Lock()
+_validating = [True]  # whether distributions look at their arguments, outside
 
 
 @contextlib.contextmanager
 def tracing() -> Any:
-    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being traced, and do not look into their data."""
+    """Inside, `torch.compiler.is_compiling()` is true: by it models know that they are being traced, and do not look into their data. Nor do distributions."""
     import torch.compiler as compiler
 
+    checked = torch.distributions.Distribution
     with _tracing_lock:
+        if not _tracing[0]:
+            _validating[0] = checked._validate_args
+            checked.set_default_validate_args(False)
         _tracing[0] += 1
         compiler._is_compiling_flag = True
     try:
@@ -337,6 +348,8 @@ def tracing() -> Any:
         with _tracing_lock:
             _tracing[0] -= 1
             compiler._is_compiling_flag = _tracing[0] > 0
+            if not _tracing[0]:
+                checked.set_default_validate_args(_validating[0])
 
 
 def transforming() -> bool:

@@ -21,6 +21,7 @@ from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
 from .moved import written
 from .placement import Placement
+from .plans import replaced, tensors_in
 from .sbp import Sbp, broadcast
 from .spec import Spec
 from .visible import visible
@@ -151,6 +152,12 @@ def _check(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) ->
         raise PlacementError(f"{name} got out= and a placement: the tensor given as out lies somewhere already; leave out one of the two")
 
 
+def _numbers(value: Any) -> Any:
+    """The same nest of arguments with global tensors, which stand for numbers there, replaced by their values. Collective."""
+    found = tensors_in(value, [])
+    return replaced(value, iter([t.item() if isinstance(t, GlobalTensor) else t for t in found])) if found else value
+
+
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Torch's own function on the meta device: it checks the arguments and says shape and dtype."""
     return getattr(torch, name)(*args, **{k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad", "pin_memory")}, device="meta")  # type: ignore[no-any-return]
@@ -166,8 +173,9 @@ def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
 
 def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
     _check(name, placement, sbp, kwargs)
-    data = args[0] if args else None
-    if isinstance(data, GlobalTensor):
+    if name not in ("tensor", "as_tensor", "normal"):
+        args, kwargs = _numbers(args), _numbers(kwargs)
+    elif args and isinstance(args[0], GlobalTensor):
         raise PlacementError(f"{name} got a global tensor: use x.to_global(placement=..., sbp=...), with .detach().clone() for a copy of its own")
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "out") and v is not None}
     meta = _sized(name, args, kwargs)
@@ -295,7 +303,9 @@ NEW: Final = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given."""
+    """``x.new_ones(...)``: placement and dtype of ``x``, broadcast, unless given. Of a plain ``x`` the sizes are global."""
+    if not isinstance(x, GlobalTensor):
+        return getattr(x, name)(*_numbers(args), **_numbers(kwargs))  # type: ignore[no-any-return]
     kwargs = dict(kwargs)
     placement = kwargs.pop("placement", None) or x._spec.placement
     sbp = kwargs.pop("sbp", None) or [broadcast] * placement.axes
@@ -322,8 +332,10 @@ for _name in NEW:
 
 
 def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``."""
-    target = kwargs["out"]
+    """``torch.eye(n, out=x)`` with a global ``x``: the values, in the layout of ``x``. Without ``out``: the sizes are, ``torch.zeros(n, 3)``."""
+    target = kwargs.get("out")
+    if target is None:
+        return func(*_numbers(args), **_numbers(kwargs))
     kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "device", "requires_grad")}
     value = _create(func.__name__, args, {"dtype": target._spec.dtype, **kwargs}, target._spec.placement, target._spec.layout)
     with torch.no_grad():

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, plans
 from .bodies import body_of
 from .boxing import box
-from .distributed.world import world
+from .distributed.world import sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
@@ -26,6 +26,7 @@ from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
+from .visible import apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
 __all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
@@ -427,6 +428,8 @@ _WARNED: set[str] = set()
 
 def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """No rule: a Python function of torch runs through its own body; anything else runs on whole tensors, with one warning."""
+    if any(map(plans.is_count, tensors_in(kwargs, tensors_in(args, []))[1:])) and _on_meta(func, specs, args, kwargs)[0] is None:
+        return Through(lambda *a, **k: plans.with_counts(func, a, k))
     name = name_of(func)
     inplace = name.endswith("_") and not name.endswith("__")
     body = body_of(func)
@@ -459,8 +462,8 @@ def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: d
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
     here, inside = world(), whole.placement.coordinate(world().rank) is not None
     if here.size > len(placement.flat):  # ranks outside have the plain tensor as well, and no part in its gradient
-        sent = here.comm(tuple(range(here.size))).broadcast(value.detach() if inside else torch.empty_like(target), placement.flat[0])
-        value = value if inside else sent
+        told = apply(sent, (value.detach() if inside else torch.empty_like(target), placement.flat[0]), {})
+        value = value if inside else told
     target.copy_(value)
     return target if result is mine else result
 

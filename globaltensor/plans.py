@@ -88,6 +88,18 @@ def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
     return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
 
 
+def is_count(t: torch.Tensor) -> bool:
+    """Whether a tensor may stand for a whole number: a size, an index, a dim."""
+    return not t.dim() and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+
+
+def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` with whole numbers in place of the tensors that stand for them, the first operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
+    found = tensors_in(kwargs, tensors_in(args, []))
+    these = iter([t.item() if i and is_count(t) else t for i, t in enumerate(found)])
+    return func(*replaced(args, these), **replaced(kwargs, these))
+
+
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 

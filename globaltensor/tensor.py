@@ -23,7 +23,7 @@ from .placement import Placement
 from .plans import promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
-from .visible import visible
+from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor
 
 __all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
@@ -81,7 +81,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     if graph:
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
     else:
-        out = GlobalTensor.wrap(_equalised(local.detach(), spec), spec)
+        out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True
     return out
 
@@ -326,8 +326,10 @@ def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
-    """Strides of a whole tensor laid out as the local part is."""
+    """Strides of a whole tensor laid out as the local part is; where that is of the whole shape, its own."""
     local = self._local.stride() if self._local.dim() == self.dim() else torch.empty(self.shape, device="meta").stride()
+    if self._local.shape == self.shape:
+        return local if dim is None else local[dim]
     order = sorted(range(self.dim()), key=lambda d: (-local[d], d))
     out, step = [0] * self.dim(), 1
     for d in reversed(order):

@@ -55,6 +55,8 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.READING_A_NUMBER:
+            return args[0].item()
         raise KernelError(kernel_message(f"the kernel {func}"))
 
     @property

@@ -430,6 +430,65 @@ def test_a_first_call_that_fails_is_not_the_last_to_search() -> None:
     simulate(2, run)
 
 
+class Steps(nn.Module):
+    """Writes what it computes into a plain tensor, step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outs, h = torch.zeros(x.shape, dtype=x.dtype), x[:, 0]
+        for t in range(1, x.shape[1]):
+            h = self.cell(x[:, t], h)
+            outs[:, t] = self.head(h)
+        return outs.pow(2).mean()
+
+
+def test_a_model_that_writes_into_a_plain_tensor() -> None:
+    with _drawing:
+        torch.manual_seed(3)
+        plain, x = Steps().double(), numbers(4, 3, 8)
+
+    def run() -> None:
+        where = mesh((2,))
+        model = flow.parallelize(copy.deepcopy(plain), where, "auto")
+        loss = model(spread(x, where))
+        assert loss.item() == pytest.approx(plain(x).item(), rel=1e-12)
+        assert plan_of(model) is not None
+
+    simulate(2, run)
+
+
+def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
+    class Asking(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    def run() -> None:
+        where = mesh((2,))
+        with pytest.raises(GraphError, match=r"asks for the value of a tensor") as raised:
+            flow.parallelize(Asking().double(), where, "auto")(spread(numbers(2, 8), where))
+        said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])  # notes are Python 3.11's
+        assert 'a model that asks for values takes one by name, "data"' in said
+
+    simulate(2, run)
+
+
+def test_a_first_call_inside_a_graph_is_too_late() -> None:
+    def run() -> None:
+        where = mesh((2,))
+        inputs = spread(drawn("mlp", 0)[0], where)
+        graph = Training(flow.parallelize(made("mlp"), where, "auto"), lambda c: c.enable_auto_parallel(False))
+        with pytest.raises(GraphError, match=r"Mlp is to be laid out at its first call .* give parallelize example inputs="):
+            graph(inputs)
+        model = flow.parallelize(made("mlp"), where, "auto", inputs=drawn("mlp", 0))
+        graph = Training(model, lambda c: c.enable_auto_parallel(False))
+        same("mlp", model, [graph(*(spread(t, where) for t in drawn("mlp", step))) for step in range(2)])
+
+    simulate(2, run)
+
+
 def test_alternatives_are_priced_once_where_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(search_module, "priced", lambda *args: seen.append(args) or Alternative(1.0, 0, True))

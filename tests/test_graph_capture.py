@@ -575,6 +575,7 @@ def ours_on_ranks() -> None:
         y = m(x) + flow.zeros(4, 4, placement=placement, sbp=S(0)) + flow.arange(4, placement=placement, sbp=S(0))
         y = y + flow.full((4,), 2.0, placement=placement, sbp=B)
         y = y + x.new_ones(4, 4) + torch.ones_like(x) + flow.eye(4, placement=placement, sbp=S(1)) + flow.tensor([1.0, 2, 3, 4], placement=placement, sbp=B)
+        y = y + torch.arange(4.0).to_global(placement, B)
         return y + mapped(x) + torch.ones(2, 4).to_global(placement, S(0), check_meta=False) + torch.ones(2, 4).to_global(placement, S(0))
 
     given = x.to_global(placement, B).to_global(sbp=S(0))

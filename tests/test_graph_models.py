@@ -62,12 +62,26 @@ class Adversarial(nn.Module):
         return self.net(x + 0.1 * worse.grad).square().mean()  # type: ignore[no-any-return]
 
 
+class Variational(nn.Module):
+    """Distributions, which look at their arguments on one device (Kingma & Welling 2014)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.width, self.back = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.distributions.Normal(self.mean(x), F.softplus(self.width(x)))
+        prior = torch.distributions.Normal(torch.zeros_like(found.loc), torch.ones_like(found.scale))
+        bits = torch.distributions.Bernoulli(logits=self.back(found.loc))
+        return (torch.distributions.kl_divergence(found, prior).sum(-1) - bits.log_prob((x > 0).to(x.dtype)).sum(-1)).mean()  # type: ignore[no-any-return,no-untyped-call]
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]  # whose result is a loss
     shape: tuple[int, ...] = (4, 3)
 
 
-CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial)}
+CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational)}
 
 
 def made(name: str) -> nn.Module:

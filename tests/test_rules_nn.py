@@ -200,6 +200,35 @@ def test_modules(row: tuple[Any, ...]) -> None:
     compare(plain, x(5, 3, 6), *parameters, grids=((2,), (2, 2)), draws=2)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("layer", [N.LSTM, N.GRU])
+def test_packed_sequences(layer: Any, batch_first: bool) -> None:
+    """Lengths that are global too, in any order: packed, run, and padded again."""
+    torch.manual_seed(1)
+    rnn = layer(3, 2, bidirectional=True, batch_first=batch_first).double()
+    R = torch.nn.utils.rnn
+
+    def run(v: torch.Tensor, lengths: torch.Tensor, *weights: torch.Tensor) -> Any:
+        mine = layer(3, 2, bidirectional=True, batch_first=batch_first).double()
+        for n, p in zip([n for n, _ in rnn.named_parameters()], weights, strict=True):
+            del mine._parameters[n]
+            setattr(mine, n, p)
+        out, states = mine(R.pack_padded_sequence(v, lengths.cpu(), batch_first=batch_first, enforce_sorted=False))
+        back, found = R.pad_packed_sequence(out, batch_first=batch_first, padding_value=-1.0, total_length=6)
+        assert found.tolist() == lengths.tolist()
+        return back, states
+
+    lengths = torch.tensor([2, 5, 1, 4])
+    compare(run, x(4, 5, 3) if batch_first else x(5, 4, 3), lengths, *[p.detach() for p in rnn.parameters()], grids=((2,), (2, 2)), draws=2)
+    packed = lambda v: R.pack_padded_sequence(v, [5, 4, 4, 1], batch_first=batch_first).data  # noqa: E731
+    compare(packed, x(4, 5, 3) if batch_first else x(5, 4, 3), grids=((2,),), draws=3)
+
+
+def test_factors_that_are_tensors() -> None:
+    compare(lambda a, b, t: torch.add(a, b, alpha=t.detach()), x(5, 4), x(5, 4) * 2, x(1)[0], draws=3)
+    compare(lambda a, b, t: a.clone().add_(b, alpha=t.detach()) + torch.addcmul(a, b, b, value=t.detach()), x(5, 4), x(5, 4) * 2, x(1)[0], draws=3)
+
+
 def test_dropout() -> None:
     compare(lambda v: F.dropout(v, 0.0) + F.dropout(v, 1.0) + F.dropout(v, 0.3, False), x(5, 4))
 

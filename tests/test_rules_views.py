@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.everywhere import full
 from support.oracle import check
 
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import InplaceError
 from globaltensor.rules.views import groups, own
 
 T = torch.Tensor
+B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -150,3 +155,51 @@ def test_groups() -> None:
 
 def test_own_is_zeros_elsewhere() -> None:
     assert own(torch.arange(6.0).view(2, 3), 0, 5).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def places_in_memory(x: T) -> list[T]:
+    """What counts places in memory, by the strides that the tensor says it has."""
+    turned, spread = x.transpose(0, 1), x[:, :1].expand(5, 3, 4)
+    a, b, c = turned.stride()
+    windows = turned.as_strided((2, 3, 2), (a, b, 2 * c))
+    written = torch.as_strided_scatter(turned.detach(), windows.detach(), windows.shape, (a, b, 2 * c))
+    return [windows, spread.as_strided((5, 2, 4), spread.stride()), written]
+
+
+def strided(plain: T, sbp: Any) -> None:
+    line = flow.placement("cpu", [0, 1])
+    x, y = plain.clone().requires_grad_(), plain.to_global(line, B).to_global(sbp=sbp).requires_grad_()  # type: ignore[attr-defined]
+    want, got = places_in_memory(x), places_in_memory(y)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(full(g), w.detach(), rtol=0, atol=0)
+    for found in (want, got):
+        sum((t * torch.arange(t.numel()).view(t.shape)).sum() for t in found[:2]).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(full(y.grad), x.grad, rtol=0, atol=0)
+    if sbp.is_split:
+        with torch.no_grad(), pytest.raises(InplaceError, match="base holds its data elsewhere"):
+            got[0].add_(1)
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), S(1), S(2)])
+def test_as_strided_of_what_lies_in_another_order(sbp: Any) -> None:
+    simulate(2, strided, x(5, 3, 4), sbp)
+
+
+def counted() -> None:
+    """Whole numbers that are global tensors, where torch wants a number."""
+    line = flow.placement("cpu", [0, 1])
+    n = torch.tensor([3, 5, 4]).to_global(line, B).to_global(sbp=S(0)).max()  # type: ignore[attr-defined]
+    y = torch.arange(12.0).view(4, 3)
+    for t in (y, y.to_global(line, B).to_global(sbp=S(0))):  # type: ignore[attr-defined]
+        assert t.view(n - 1, -1).shape == (4, 3)
+        assert t.narrow(0, n - 4, 2).tolist() == y[1:3].tolist()
+        assert t.new_zeros(n, 2).shape == F.pad(t, (0, 2, 0, n - 4))[:, :2].shape == (5, 2)
+        assert t[None, None].expand(n - 3, 1, 4, 3).shape == (2, 1, 4, 3)
+    assert torch.arange(n).tolist() == [0, 1, 2, 3, 4]
+    assert torch.zeros(n, 2).shape == torch.randn(n, 2).shape == (5, 2)
+    assert torch.full((2,), n).tolist() == [5, 5]
+    assert F.interpolate(y[None, None], size=(n, n - 1)).shape == (1, 1, 5, 4)
+
+
+def test_numbers_that_are_tensors() -> None:
+    simulate(2, counted)

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from .. import _torch
 from ..cluster import current_cluster
 from ..graph.agree import Text, agreed
 from ..graph.config import Auto
+from ..graph.errors import GraphError
 from ..graph.nest import tensors_in
 from ..modules import module_to_global
 from ..parallelize import SEARCHED
@@ -54,6 +56,11 @@ class _AtFirst:
         self.placement = placement
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _torch.recording.on:
+            raise GraphError(
+                f'{type(module).__name__} is to be laid out at its first call (parallelize with "auto"), which is too late inside a graph: give parallelize '
+                "example inputs=, or make the model broadcast and let the graph search for the whole step, config.enable_auto_parallel()"
+            )
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is self:
                 del module._forward_pre_hooks[key]
@@ -72,7 +79,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
         calls = calls_of_model(model, args, kwargs)
         return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
 
-    calls = agreed(name, captured)
+    calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
     given = tensors_in(kwargs, tensors_in(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
     fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}

@@ -25,7 +25,7 @@ from .detect import Detected, detect
 from .interface import advice, lead_gloo
 from .meet import meet
 
-__all__ = ["World", "placeholder", "reset_world", "running", "set_world", "timeout", "world"]
+__all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
 _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interpreter ends
@@ -213,6 +213,12 @@ def world() -> World:
                 found = _Current.world = _start()
                 atexit.register(_leave)
     return found
+
+
+def sent(value: torch.Tensor, source: int) -> torch.Tensor:
+    """What rank ``source`` has, on all ranks. Collective."""
+    here = world()
+    return here.comm(tuple(range(here.size))).broadcast(value, source)
 
 
 def placeholder(spec: Spec) -> torch.Tensor:

@@ -8,4 +8,4 @@ __all__ = ["RULES", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose
 
 # Each family declares its rules when imported.
 from . import attention, convolution, elementwise, gather, indexing, kernels, linalg, loss, matmul, multihead, nn, norm, order, pooling, random
-from . import rearrange, reduction, resample, scan, shift, softmax, sort, statistics, views
+from . import packed, rearrange, reduction, resample, scan, shift, softmax, sort, statistics, views

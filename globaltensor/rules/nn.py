@@ -286,6 +286,7 @@ def _recurrent(function: Any) -> None:
 
     def describe(op: Op, input: Arg, hx: Any, *rest: Any) -> None:
         if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)
+            op.whole_call = True
             return
         _, _, _layers, dropout, training, _, batch_first = rest
         names: Dims = (None,) if input.ndim == 2 else ("n", None) if batch_first else (None, "n")

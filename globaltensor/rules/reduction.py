@@ -37,8 +37,8 @@ _sum("nansum count_nonzero", "sum")
 # Of no elements, `any` is false and `all` is true: what an empty part must say.
 _sum("any", "max")
 _sum("all", "min")
-rule([_torch.is_any_true])(lambda op, input: reduced(op, input, dims_of(input, None), False, "max"))
-rule([_torch.is_all_true])(lambda op, input: reduced(op, input, dims_of(input, None), False, "min"))
+rule(_torch.is_any_true)(lambda op, input: reduced(op, input, dims_of(input, None), False, "max"))
+rule(_torch.is_all_true)(lambda op, input: reduced(op, input, dims_of(input, None), False, "min"))
 
 
 @rule("mean")

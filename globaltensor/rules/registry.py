@@ -117,6 +117,10 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
     """
 
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        factors = [k for k in ("alpha", "value") if isinstance(kwargs.get(k), Arg)]
+        if factors:
+            op.composite = _with_factors(op.function, factors)
+            return
         every, result = align([a.shape for a in op.args])
         op.dims, op.out, op.carries = every, [result] * outs, carries
         n = len(op.args)
@@ -133,6 +137,11 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
             op.linear = [frozenset(range(1, n))]
 
     rule(names.split(), scalars=True)(describe)
+
+
+def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """The same call with the values of what torch takes as numbers: ``x.add_(y, alpha=t)``."""
+    return lambda *args, **kwargs: function(*args, **{k: v.item() if k in names else v for k, v in kwargs.items()})
 
 
 def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:

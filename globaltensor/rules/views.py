@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..sbp import broadcast
 from .cut import cut, stays_split, takes
 from .notation import Arg, Op, Split
 from .registry import RULES, Rule, rule, spellings
@@ -360,12 +361,34 @@ def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
 def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
     op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
     passes(op)
+    if any(e.is_split for e in input.spec.layout):
+        op.composite = _strided(op.function, op.view)
 
 
 @rule("as_strided_scatter")
 def _as_strided_scatter(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
     op.out = [(None,) * input.ndim]
     passes(op)
+    if any(e.is_split for e in input.spec.layout):
+        op.composite = _strided(op.function, False)
+
+
+def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
+    """A function that counts places in memory: the parts come together in the order that ``stride()`` has told of."""
+
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        strides, whole = input.stride(), input.to_global(sbp=[broadcast] * input.placement.axes)
+        order = sorted(range(input.dim()), key=lambda d: (-strides[d], d))
+        for d in order:
+            if not strides[d]:  # expanded
+                whole = whole.narrow(d, 0, 1)
+        laid = whole.permute(order).contiguous().permute([order.index(d) for d in range(input.dim())]).expand(input.shape)
+        out = function(laid, *args, **kwargs)
+        if view:
+            out._stale, out._aliased = True, False
+        return out
+
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------- copies of views
