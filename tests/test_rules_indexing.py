@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import check
+from support.everywhere import compare
+from support.oracle import check, spelled
 
 from globaltensor.rules.indexing import _overlap
 
@@ -181,3 +183,20 @@ def test_overlap(index: slice) -> None:
 def test_index_out_of_range_is_an_error_where_the_dim_is_split() -> None:
     with pytest.raises(IndexError):
         check(get, x(4, 3), torch.tensor([0, 9]), grids=[(2,)])
+
+
+LISTS: list[Any] = [
+    [], [[]], ([], 0), (every, []), [0, 3], [True, False, True, False, True], [[0, 1], [2, 3]], [[[0, 1], [2, 3]]], [slice(1, 3), 0], [None, 1], [..., 1],
+    [torch.tensor([1, 2]), torch.tensor([2, 0])], [torch.tensor(1), torch.tensor(2)], [np.int64(1), np.int64(3)], [0, 1] * 20,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", LISTS, ids=spelled)
+def test_lists_index_as_torch_has_it(index: Any) -> None:
+    def read_and_write(x: Any) -> Any:
+        y = x * 1
+        picked = y[index] * 1
+        y[index] = 2.0
+        return picked, y
+
+    compare(read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True)  # torch warns of some
