@@ -318,7 +318,7 @@ class Whole(Plan):
         inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
-            locals_[0] = locals_[0].clone() if inner.routes[0] is None else locals_[0]
+            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         out: Any = None
         if not inner.outside:
             these = iter(locals_)

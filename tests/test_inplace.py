@@ -65,3 +65,21 @@ def test_what_the_user_has_laid_out_does_not_move() -> None:
             F.relu(on(values(4, 4), P), inplace=True)
 
     simulate(2, on_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:the rule of put")
+@pytest.mark.parametrize("sbp", [B, S(0), P])
+def test_on_whole_tensors_with_gradients(sbp: Any) -> None:
+    index = torch.tensor([7, 7])
+
+    def on_ranks() -> None:
+        x, v = values(5, 4).requires_grad_(), values(2).requires_grad_()
+        mine, u = on(x.detach(), sbp).detach().requires_grad_(), on(v.detach(), B).detach().requires_grad_()
+        for leaf, value in ((x, v), (mine, u)):
+            y = leaf * 1
+            y.put_(index if leaf is x else on(index, B), value, accumulate=True)
+            y.square().sum().backward()
+        for got, want in ((mine.grad, x.grad), (u.grad, v.grad)):
+            torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
