@@ -590,6 +590,31 @@ def test_a_pass_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPa
     simulate(2, body)
 
 
+def row(x: Any, v: Any) -> Any:
+    x = x * 1
+    x[0] = v.sum(0)
+    return x
+
+
+@pytest.mark.parametrize("step", [row, lambda x, v: x.cumsum(0), lambda x, v: x.cummax(0)[0], lambda x, v: (x + 1, v.sum(0))[0]])
+def test_what_one_rank_has_no_use_for_it_takes_part_in(step: Any) -> None:
+    """The row is written where it lies; the first part is summed on from nothing. What nobody has a use for does not move."""
+
+    class Graph(flow.nn.Graph):
+        def build(self, x: Any, v: Any) -> Any:
+            return step(x, v)
+
+    def body() -> int:
+        whole = [torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (5, 4)]
+        line = Placement("cpu", [0, 1])
+        given = [t.to_global(line, B).to_global(sbp=S(0)) for t in whole]  # type: ignore[attr-defined]
+        graph: Any = Graph()
+        torch.testing.assert_close(torch.from_numpy(graph(*given).numpy()), step(*whole))
+        return len(boxings(graph.program().graph))
+
+    assert simulate(2, body) == [1 if step is row else 0] * 2
+
+
 def test_a_pass_that_breaks_a_program_is_named() -> None:
     where = Placement("cpu", [0])
     a, b = (Spec.make((4,), F64, where, e) for e in (B, S(0)))
