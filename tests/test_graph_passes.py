@@ -557,6 +557,22 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
     assert "all_reduce_of_3" in first[0]
 
 
+@pytest.mark.parametrize(("kind", "sbp"), [(Joint, B), (Joint, S(0)), (Joint, S(1)), (Begin, B)])
+def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -> None:
+    """A penalty on gradients: the gradients' collectives are differentiated in turn."""
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        once = apart(sbp)(m, x) if kind is Joint else branches(m, x, y)
+        slopes = torch.autograd.grad(once, (m.u, m.w) if kind is Begin else (m.u, m.v), create_graph=True)
+        return once + sum(s.square().sum() for s in slopes)
+
+    def body() -> None:
+        _, graph = both(Weights, loss, column(4, 6), column(4, 5, sbp=B))
+        assert any(isinstance(n.target, kind) for n in graph.graph.nodes)
+
+    simulate(2, body)
+
+
 # ---------------------------------------------------------------------------------------------------------------- the order in which ranks meet
 
 
