@@ -321,6 +321,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{name} in place on a view whose base holds its data elsewhere (the view had to move data): the base would not change. "
             "Fill the base instead, or .clone() the view if a copy is meant"
         )
+    plans.admit_signs(name, x)
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})

@@ -19,8 +19,8 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "check_view", "describe_call", "inplace_error", "name_of",
-    "promote", "replaced", "tensors_in", "written",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "check_view", "describe_call",
+    "inplace_error", "name_of", "promote", "replaced", "tensors_in", "written",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -274,6 +274,12 @@ def bring_together(name: str, target: GlobalTensor) -> None:
     with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
         target._local = box(target._local, target._spec, whole, why=name, alias=False)
     target._spec = whole
+
+
+def admit_signs(name: str, target: GlobalTensor) -> None:
+    """Norms of parts are never less than zero: a target that ops have left so is brought together, as ``name`` is about to put any values into it."""
+    if any(e.reduce.startswith("norm") for e in target._spec.layout):
+        bring_together(name, target)
 
 
 class Moved(Boxed):

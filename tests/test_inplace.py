@@ -83,3 +83,29 @@ def test_on_whole_tensors_with_gradients(sbp: Any) -> None:
             torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "fill_": lambda x: x.fill_(-2),
+    "fill_ of a tensor": lambda x: x.fill_(x.new_tensor(-2)),
+    "copy_": lambda x: x.copy_(x.new_tensor([-1, 2, -3, 0])),
+    "out": lambda x: torch.neg(x * 1, out=x),
+    "uniform_": lambda x: x.uniform_(-3.0, -3.0),
+    "like": lambda x: torch.full_like(x, -2),
+    "like, of another type": lambda x: torch.zeros_like(x, dtype=torch.bool).index_fill(0, torch.tensor([1]), True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+def test_any_values_go_where_norms_of_parts_were(write: str, p: float) -> None:
+    def step(x: Any) -> Any:
+        norms = torch.linalg.vector_norm(x, p, 0)
+        return WRITES[write](norms), norms
+
+    def on_ranks() -> None:
+        for sbp in (S(0), S(1)):
+            for got, want in zip(step(on(values(5, 4), sbp)), step(values(5, 4)), strict=True):
+                torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
