@@ -21,8 +21,8 @@ from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
 from .moved import written
 from .placement import Placement
-from .plans import replaced, tensors_in
-from .sbp import Sbp, broadcast
+from .plans import admit_signs, replaced, tensors_in
+from .sbp import Sbp, broadcast, partial_sum
 from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
@@ -255,6 +255,8 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
     if isinstance(x, GlobalTensor):
         if sbp is None and (placement is None or placement.axes == x._spec.placement.axes):
             layout = x._spec.layout
+            if any(e.is_partial and e is not partial_sum for e in layout):  # ops leave maxima and norms of parts so; other values cannot all be one
+                layout = tuple([broadcast if e.is_partial else e for e in layout])
         placement = placement or x._spec.placement
     _check(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
@@ -349,6 +351,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
     if isinstance(value, Tensor):  # copy_ knows about gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
+    admit_signs(func.__name__, x)
     x._local.fill_(value if draws.holds(x._spec) else 0)
     return written(x)
 

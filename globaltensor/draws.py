@@ -317,6 +317,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise InplaceError(
             f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
         )
+    plans.admit_signs(name, x)
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})

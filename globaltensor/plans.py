@@ -21,8 +21,8 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "bring_together", "describe_call", "inplace_error", "name_of",
-    "promote", "replaced", "tensors_in",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
+    "name_of", "promote", "replaced", "tensors_in",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -278,6 +278,12 @@ def bring_together(name: str, target: GlobalTensor) -> None:
     target._spec = whole
 
 
+def admit_signs(name: str, target: GlobalTensor) -> None:
+    """Norms of parts are never less than zero: a target that ops have left so is brought together, as ``name`` is about to put any values into it."""
+    if any(e.reduce.startswith("norm") for e in target._spec.layout):
+        bring_together(name, target)
+
+
 class Moved(Boxed):
     """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
 
@@ -317,7 +323,7 @@ class Whole(Plan):
         inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
-            locals_[0] = locals_[0].clone() if inner.routes[0] is None else locals_[0]
+            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         out: Any = None
         if not inner.outside:
             these = iter(locals_)

@@ -20,7 +20,7 @@ from .distributed.world import placeholder, world
 from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError, ShapeError
 from .moved import MovedView, twin, written
 from .placement import Placement
-from .plans import promote
+from .plans import admit_signs, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .visible import apply, visible
@@ -307,6 +307,7 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
     """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
+    admit_signs("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):

@@ -375,6 +375,21 @@ class Allocated(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("sbp", [B, S(0)])
+def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None:
+    def spectrum(x: Any) -> Any:
+        return torch.stft(x, 4, window=torch.hann_window(4, dtype=x.dtype), return_complex=True).abs()
+
+    def body() -> None:
+        x: Any = values(5, 9)
+        given = x.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp)
+        graph = graph_of(nn.Identity(), lambda module, x: spectrum(x))
+        same(graph(given), spectrum(x))
+        same(graph.on_one_device()(x)[0], spectrum(x))
+
+    simulate(2, body)
+
+
 def test_capture_runs_no_kernel() -> None:
     model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -83,3 +83,14 @@ def test_an_index_that_is_nowhere_is_told() -> None:
             graph(x, torch.tensor([0, 7, 1]).to_global(LINE, B))  # type: ignore[attr-defined]
 
     simulate(2, on_ranks)
+
+
+@pytest.mark.parametrize(("where", "sbp"), [(LINE, [S(0)]), (LINE, [S(1)]), (GRID, [S(0), S(1)]), (GRID, [P, S(0)])])
+def test_the_place_of_the_largest_of_all(where: Any, sbp: Any) -> None:
+    x = values(5, 4)
+
+    def on_ranks() -> None:
+        given: Any = x.to_global(where, [B] * where.ranks.ndim).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        assert [t.item() for t in Graph(lambda x: (x.argmax(), x.argmin()))(given)] == [x.argmax().item(), x.argmin().item()]
+
+    simulate(where.ranks.size, on_ranks)

@@ -557,6 +557,22 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
     assert "all_reduce_of_3" in first[0]
 
 
+@pytest.mark.parametrize(("kind", "sbp"), [(Joint, B), (Joint, S(0)), (Joint, S(1)), (Begin, B)])
+def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -> None:
+    """A penalty on gradients: the gradients' collectives are differentiated in turn."""
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        once = apart(sbp)(m, x) if kind is Joint else branches(m, x, y)
+        slopes = torch.autograd.grad(once, (m.u, m.w) if kind is Begin else (m.u, m.v), create_graph=True)
+        return once + sum(s.square().sum() for s in slopes)
+
+    def body() -> None:
+        _, graph = both(Weights, loss, column(4, 6), column(4, 5, sbp=B))
+        assert any(isinstance(n.target, kind) for n in graph.graph.nodes)
+
+    simulate(2, body)
+
+
 # ---------------------------------------------------------------------------------------------------------------- the order in which ranks meet
 
 
@@ -588,6 +604,31 @@ def test_a_pass_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPa
             both(Weights, twice, column(4, 6))
 
     simulate(2, body)
+
+
+def row(x: Any, v: Any) -> Any:
+    x = x * 1
+    x[0] = v.sum(0)
+    return x
+
+
+@pytest.mark.parametrize("step", [row, lambda x, v: x.cumsum(0), lambda x, v: x.cummax(0)[0], lambda x, v: (x + 1, v.sum(0))[0]])
+def test_what_one_rank_has_no_use_for_it_takes_part_in(step: Any) -> None:
+    """The row is written where it lies; the first part is summed on from nothing. What nobody has a use for does not move."""
+
+    class Graph(flow.nn.Graph):
+        def build(self, x: Any, v: Any) -> Any:
+            return step(x, v)
+
+    def body() -> int:
+        whole = [torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (5, 4)]
+        line = Placement("cpu", [0, 1])
+        given = [t.to_global(line, B).to_global(sbp=S(0)) for t in whole]  # type: ignore[attr-defined]
+        graph: Any = Graph()
+        torch.testing.assert_close(torch.from_numpy(graph(*given).numpy()), step(*whole))
+        return len(boxings(graph.program().graph))
+
+    assert simulate(2, body) == [1 if step is row else 0] * 2
 
 
 def test_a_pass_that_breaks_a_program_is_named() -> None:

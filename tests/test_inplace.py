@@ -65,3 +65,47 @@ def test_what_the_user_has_laid_out_does_not_move() -> None:
             F.relu(on(values(4, 4), P), inplace=True)
 
     simulate(2, on_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:the rule of put")
+@pytest.mark.parametrize("sbp", [B, S(0), P])
+def test_on_whole_tensors_with_gradients(sbp: Any) -> None:
+    index = torch.tensor([7, 7])
+
+    def on_ranks() -> None:
+        x, v = values(5, 4).requires_grad_(), values(2).requires_grad_()
+        mine, u = on(x.detach(), sbp).detach().requires_grad_(), on(v.detach(), B).detach().requires_grad_()
+        for leaf, value in ((x, v), (mine, u)):
+            y = leaf * 1
+            y.put_(index if leaf is x else on(index, B), value, accumulate=True)
+            y.square().sum().backward()
+        for got, want in ((mine.grad, x.grad), (u.grad, v.grad)):
+            torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "fill_": lambda x: x.fill_(-2),
+    "fill_ of a tensor": lambda x: x.fill_(x.new_tensor(-2)),
+    "copy_": lambda x: x.copy_(x.new_tensor([-1, 2, -3, 0])),
+    "out": lambda x: torch.neg(x * 1, out=x),
+    "uniform_": lambda x: x.uniform_(-3.0, -3.0),
+    "like": lambda x: torch.full_like(x, -2),
+    "like, of another type": lambda x: torch.zeros_like(x, dtype=torch.bool).index_fill(0, torch.tensor([1]), True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+def test_any_values_go_where_norms_of_parts_were(write: str, p: float) -> None:
+    def step(x: Any) -> Any:
+        norms = torch.linalg.vector_norm(x, p, 0)
+        return WRITES[write](norms), norms
+
+    def on_ranks() -> None:
+        for sbp in (S(0), S(1)):
+            for got, want in zip(step(on(values(5, 4), sbp)), step(values(5, 4)), strict=True):
+                torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)

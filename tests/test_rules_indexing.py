@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import check
+from support.everywhere import compare
+from support.oracle import check, spelled
 
 from globaltensor.rules.indexing import _overlap
 
@@ -82,7 +84,6 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("embedding", F.embedding, (ints(7, 5, 2), x(7, 3))),
     ("embedding padding", F.embedding, (ints(7, 5, 4), x(7, 3), -3)),
     ("embedding small", F.embedding, (ints(1, 3), x(1, 5))),
-    ("embedding max_norm", F.embedding, (ints(7, 5), x(7, 3).detach(), None, 1e9)),
     ("embedding_bag", F.embedding_bag, (ints(7, 5, 4), x(7, 3))),
     ("one_hot", F.one_hot, (ints(4, 5, 2), 4)),
     ("bucketize", torch.bucketize, (x(5, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))),
@@ -181,3 +182,32 @@ def test_overlap(index: slice) -> None:
 def test_index_out_of_range_is_an_error_where_the_dim_is_split() -> None:
     with pytest.raises(IndexError):
         check(get, x(4, 3), torch.tensor([0, 9]), grids=[(2,)])
+
+
+LISTS: list[Any] = [
+    [], [[]], ([], 0), (every, []), [0, 3], [True, False, True, False, True], [[0, 1], [2, 3]], [[[0, 1], [2, 3]]], [slice(1, 3), 0], [None, 1], [..., 1],
+    [torch.tensor([1, 2]), torch.tensor([2, 0])], [torch.tensor(1), torch.tensor(2)], [np.int64(1), np.int64(3)], [0, 1] * 20,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", LISTS, ids=spelled)
+def test_lists_index_as_torch_has_it(index: Any) -> None:
+    def read_and_write(x: Any) -> Any:
+        y = x * 1
+        picked = y[index] * 1
+        y[index] = 2.0
+        return picked, y
+
+    compare(read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True)  # torch warns of some
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+def test_rows_of_a_table_are_bounded_where_they_lie(function: Any, p: float) -> None:
+    """The table itself changes, on each rank the rows that it holds."""
+
+    def look_up(table: Any, index: Any) -> Any:
+        table = table * 1
+        return function(index, table, max_norm=0.5, norm_type=p), table
+
+    compare(look_up, x(9, 4), torch.tensor([[1, 2, 8], [0, 1, 1]]))

@@ -86,6 +86,8 @@ LOSSES: list[tuple[Any, ...]] = [
     (partial(CE, label_smoothing=0.1, ignore_index=3), x(10, 7), ids(7, 10)), (partial(CE, label_smoothing=0.1, reduction="sum"), x(10, 7), ids(7, 10)),
     *[(partial(CE, label_smoothing=s, reduction=r), x(5, 4), soft) for s in (0.0, 0.1) for r in ("none", "sum", "mean")],
     (CE, x(3, 4, 2), x(3, 4, 2).softmax(1)),
+    *[(F.mse_loss, x(5, 4), x(5, 4) * 2, None, None, r, x(5, 4).square()) for r in ("none", "sum", "mean")],
+    *[(F.huber_loss, x(5, 4), x(5, 4) * 2, r, 0.5, x(5, 4).square()) for r in ("none", "sum", "mean")],
 ]  # fmt: skip
 
 

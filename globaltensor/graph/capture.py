@@ -66,7 +66,7 @@ def capture(
     fake = _torch.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
-        local = Local(fake, dry.rank, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
+        local = Local(fake, dry, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
         logical = Logical(fake, local, {id(t): path for path, t in named.items()})
         stand_ins = [_stand_in(t, fake, imagined) for t in tensors_in(kwargs, tensors_in(args, []))]
         these = iter(stand_ins)

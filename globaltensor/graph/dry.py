@@ -24,9 +24,12 @@ class Untraceable(Exception):
 class DryComm(Comm):
     """A communicator that sends nothing: what a step would receive has the right shape, and that is all that is asked of it."""
 
+    world: DryWorld
+
     def _swap(self, sends: Any, recvs: Any, device: torch.device) -> None:
         if _torch.function_mode_on():
             raise Untraceable
+        self.world.met += 1
 
     def all_gather_object(self, value: object) -> list[Any]:
         """What ranks tell each other about shapes they do tell, while they capture: all run build() at the same time."""
@@ -53,6 +56,7 @@ class DryWorld(World):
     def __init__(self, real: World) -> None:
         super().__init__(real.rank, real.size, real.local_rank, real.node_size)
         self.real = real
+        self.met = 0  # how often ranks would have met
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         return DryComm(self, ranks)

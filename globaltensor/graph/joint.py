@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _torch
 from ..boxing import Move, log, plan
@@ -140,6 +139,14 @@ def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
 _BEGIN: Final[dict[str, Callable[..., Finish]]] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
 
 
+def _back(joint: Joint, grads: tuple[Tensor, ...], logs: Any) -> Finish:
+    """The gradients' way: begun, or gone where they are differentiated in turn."""
+    if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
+        gone = list(joint.back(*grads))
+        return lambda: gone
+    return joint.back.begin(grads, logs)
+
+
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Joint, *locals_: Tensor) -> tuple[Tensor, ...]:
@@ -147,9 +154,8 @@ class _Together(torch.autograd.Function):
         return tuple(joint.begin(locals_)())
 
     @staticmethod
-    @once_differentiable  # a program never asks for more
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.joint.back.begin(grads, ctx.logs)()
+        return None, *_back(ctx.joint, grads, ctx.logs)()
 
 
 class Pending:
@@ -212,7 +218,6 @@ class _Begin(torch.autograd.Function):
         return tuple(locals_[0].new_zeros(()).expand(dst.local_shape(world().rank)) for _, dst, _ in under_way.joint.routes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         finish, ctx.under_way.back = ctx.under_way.back, None
         return None, *finish()
@@ -225,8 +230,7 @@ class _End(torch.autograd.Function):
         return _finished(under_way)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Begun here, awaited where the gradient of the operand is wanted: what lies between runs meanwhile.
-        ctx.under_way.back = ctx.under_way.joint.back.begin(grads, ctx.logs)
+        ctx.under_way.back = _back(ctx.under_way.joint, grads, ctx.logs)
         return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

@@ -25,7 +25,7 @@ from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
 from .constants import NotConstant, evaluated
 from .differentiated import Differentiated
-from .dry import Untraceable
+from .dry import DryWorld, Untraceable
 from .errors import GraphError
 from .recorder import Made, Recorder, casting, line, specs_of, spelled
 from .steps import Boxing, Draw, Gather, Step, autocast, set_grad_enabled
@@ -44,8 +44,9 @@ _MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.
 class Local(Differentiated):
     """Records what is done to this rank's local tensors."""
 
-    def __init__(self, fake: Any, rank: int, names: Mapping[int, str]) -> None:
-        super().__init__(fake, rank)
+    def __init__(self, fake: Any, dry: DryWorld, names: Mapping[int, str]) -> None:
+        super().__init__(fake, dry.rank)
+        self.world = dry
         self.names = names  # id of a local part -> the path of the parameter or buffer
         self._fakes: dict[int, torch.Tensor] = {}  # real tensor's id -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
@@ -142,6 +143,7 @@ class Local(Differentiated):
         args, kwargs = self.standing(tuple(args)), self.standing(dict(kwargs))
         given = tensors_in(kwargs, tensors_in(args, []))
         before = [0 if t.is_inference() else t._version for t in given]
+        met = self.world.met
         try:
             if func in _READING or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
                 raise _torch.data_dependence()[0](func)
@@ -165,6 +167,7 @@ class Local(Differentiated):
             target, args = spelled(func, args)
         made = self.node(target, self.arg(args), self.arg(kwargs), out, effect)
         made.meta["writes"] = written  # which of its tensors
+        made.meta["meets"] = self.world.met > met  # other ranks
         made.meta["random"] = any(word in name for word in _RANDOM)
         if made.meta["random"]:
             self.unseeded()

@@ -19,6 +19,7 @@ from ..plans import tensors_in
 from ..spec import Spec
 from ..wrapper import GlobalTensor
 from .errors import GraphError
+from .steps import Step
 
 __all__ = ["Made", "Recorder", "casting", "line", "of_user", "specs_of", "spelled"]
 
@@ -144,6 +145,8 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     name = _OPERATORS.get(func, name)
     if name and getattr(torch.Tensor, name, None) is func:
         return _SPELLED.get(name, name), args
+    if isinstance(func, types.BuiltinFunctionType) and getattr(torch, name, func) is not func:
+        return Step(func), args  # a kernel: by its name torch has the Python function that calls it, with arguments of its own
     return func, args
 
 

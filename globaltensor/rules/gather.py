@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .notation import Arg, Op, Split, align
 from .parts import unless_empty
-from .registry import RULES, rule
+from .registry import RULES, Rule, rule
 from .views import each_spelling, identity
 
 __all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
@@ -260,9 +260,12 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
+    if max_norm is not None:
+        op.compose(_embedding_of_bounded_rows)
+        return
     ids = [("ids", k) for k in range(input.ndim)]
     op.out = [(*ids, "width")]
-    if max_norm is not None or scale_grad_by_freq:  # the first changes rows by their norm, the second counts all ids
+    if scale_grad_by_freq:  # it counts all ids
         op.out = [(None,) * (input.ndim + 1)]
         return
     op.set(input, ids)
@@ -302,10 +305,10 @@ def _embedding_bag(
     op: Op, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
     mode: str = "mean", *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
-    op.out = [(None, "width")]
-    if max_norm is not None:  # changes rows by their norm
-        op.out = [(None, None)]
+    if max_norm is not None:
+        op.compose(_embedding_bag_of_bounded_rows)
         return
+    op.out = [(None, "width")]
     op.set(weight, (None, "width"))
     if input.ndim == 2 and offsets is None and not scale_grad_by_freq:
         op.out = [("bags", "width")]
@@ -314,6 +317,36 @@ def _embedding_bag(
             op.set(a, ("bags", None))
     op.linear = [frozenset([weight.index])] if mode != "max" else []
     op.local = unless_empty(op, F.embedding_bag)
+
+
+def _embedding_of_bounded_rows(
+    input: Any, weight: Any, padding_idx: int | None = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, input, max_norm, norm_type)
+    return F.embedding(input, weight, padding_idx, None, norm_type, *args, **kwargs)
+
+
+def _embedding_bag_of_bounded_rows(
+    input: Any, weight: Any, offsets: Any = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, input, max_norm, norm_type)
+    return F.embedding_bag(input, weight, offsets, None, norm_type, *args, **kwargs)
+
+
+def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
+    """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place: each rank those that it holds."""
+    norms = torch.linalg.vector_norm(weight.detach(), norm_type, 1, keepdim=True)
+    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, indices.reshape(-1), True)
+    return weight.mul_(torch.where(asked & (norms > max_norm), max_norm / (norms + 1e-7), 1.0))
+
+
+def _embedding_renorm(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = _bound_rows
+
+
+RULES[torch.embedding_renorm_] = Rule("embedding_renorm", _embedding_renorm, inplace=True)
 
 
 @rule([F.one_hot])

@@ -39,7 +39,7 @@ class Part:
 
 def parts_of(x: Arg, index: Any) -> list[Part]:
     """Read an index as torch does, every dim accounted for. Raises TypeError for the forms that only torch itself knows."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = list(_items(index))
     used = sum(_span(i) for i in items)
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
     if len(dots) > 1:
@@ -82,6 +82,10 @@ def _part(x: Arg, item: Any, d: int) -> Part:
 
 
 def _items(index: Any) -> tuple[Any, ...]:
+    """The components of an index: as in torch, a short list with more than numbers in it is a list of components."""
+    more = (slice, Arg, torch.Tensor, type(None), type(Ellipsis))
+    if isinstance(index, list) and len(index) < 32 and any(isinstance(i, more) or _is_list(i) for i in index):
+        return tuple(index)
     return index if isinstance(index, tuple) else (index,)
 
 
@@ -94,7 +98,9 @@ def _plainer(index: Any) -> tuple[Any, ...]:
     """The same index with lists and arrays as tensors, and masks as the places where they are true."""
     found: list[Any] = []
     for i in _items(index):
-        i = torch.as_tensor(i) if _is_list(i) else i
+        if _is_list(i):
+            i, given = torch.as_tensor(i), i
+            i = i if i.numel() or isinstance(given, np.ndarray) else i.long()  # an empty list picks nothing
         found += i.nonzero(as_tuple=True) if _is_mask(i) else [i]
     return tuple(found)
 

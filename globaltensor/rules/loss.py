@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch import function_mode_on, is_fake
+from ..bodies import body_of
 from ..wrapper import GlobalTensor
 from .extremum import extremum, settled
 from .notation import Arg, Dims, Op, Split, align
 from .parts import register, split_in, unless_empty
 from .quotient import Count, Quotient
-from .registry import rule
+from .registry import composite, rule
 
 __all__ = ["pick", "weight_of_kept"]
 
@@ -92,6 +93,10 @@ for _f in (
     F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 ):  # fmt: skip
     _elementwise(_f)
+
+# The mean of weighted squares is their sum over the sum of the weights, not over their count.
+_squares = _reader(F.mse_loss)
+composite("mse_loss", lambda *args, **kwargs: (call := _squares(*args, **kwargs))["reduction"] == "mean" and call["weight"] is not None)(body_of(F.mse_loss))
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:

@@ -116,7 +116,7 @@ def _of_all(largest: bool, split: Split, over: list[Any], x: Tensor) -> Tensor:
     here = x.flatten()
     if len(here):
         at = here.argmax() if largest else here.argmin()
-        value, rest, place, step = here[at], at, torch.zeros_like(at), 1
+        value, rest, place, step = here.gather(0, at.reshape(1)).squeeze(0), at, torch.zeros_like(at), 1  # here[at] would ask for the number
         for n, whole, offset in zip(reversed(x.shape), reversed(shape), reversed(offsets), strict=True):
             place = place + (rest % n + offset) * step
             rest, step = rest // n, step * whole

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..moved import MovedView
 from ..sbp import broadcast
 from .cut import cut, stays_split, takes
 from .notation import Arg, Op, Split
@@ -377,16 +378,19 @@ def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
     """A function that counts places in memory: the parts come together in the order that ``stride()`` has told of."""
 
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
-        strides, whole = input.stride(), input.to_global(sbp=[broadcast] * input.placement.axes)
+        strides = input.stride()
         order = sorted(range(input.dim()), key=lambda d: (-strides[d], d))
-        for d in order:
-            if not strides[d]:  # expanded
-                whole = whole.narrow(d, 0, 1)
-        laid = whole.permute(order).contiguous().permute([order.index(d) for d in range(input.dim())]).expand(input.shape)
-        out = function(laid, *args, **kwargs)
-        if view:
-            out._stale, out._aliased = True, False
-        return out
+
+        def taken(source: Any) -> Any:
+            whole = source.to_global(sbp=[broadcast] * source.placement.axes) if source.is_global else source
+            for d in order:
+                if not strides[d]:  # expanded
+                    whole = whole.narrow(d, 0, 1)
+            laid = whole.permute(order).contiguous().permute([order.index(d) for d in range(source.dim())]).expand(source.shape)
+            return function(laid, *args, **kwargs)
+
+        out = taken(input)
+        return MovedView.of(out._local, out._spec, input, taken) if view else out
 
     return run
 

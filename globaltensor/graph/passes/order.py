@@ -13,7 +13,7 @@ from ...distributed.world import world
 from ..errors import GraphError
 from ..joint import Begin, End, Joint
 from ..steps import Boxing, Gather
-from .dead import remove_dead
+from .dead import remove_dead, remove_idle
 from .early import begin_early
 from .folded import fold_sums
 from .identity import remove_identities
@@ -26,8 +26,10 @@ __all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 
 Pass = Callable[[fx.Graph], None]
 #: What leaves every boxing as it was recorded.
-PLAIN: tuple[Pass, ...] = (remove_identities, remove_dead)
-PASSES: tuple[Pass, ...] = (*PLAIN, share_boxings, remove_redundant, share_boxings, fold_sums, count_late, merge_boxings, begin_early, remove_dead)
+PLAIN: tuple[Pass, ...] = (remove_identities, remove_idle)
+PASSES: tuple[Pass, ...] = (
+    remove_identities, remove_dead, share_boxings, remove_redundant, share_boxings, fold_sums, count_late, merge_boxings, begin_early, remove_dead,
+)  # fmt: skip
 
 
 def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:
