@@ -8,6 +8,7 @@ they are reduce-scattered.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import OrderedDict, deque
@@ -25,7 +26,9 @@ from .placement import Placement
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
-__all__ = ["LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch"]
+__all__ = [
+    "LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "keep_let_go_memory", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
+]  # fmt: skip
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
@@ -38,6 +41,7 @@ _UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arr
 _LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follows
 
 
+@functools.cache
 def keep_let_go_memory() -> None:
     """Let this process keep the memory that a step lets go for the next one. The C library gives what is free at the end of its heap back to the system once
     that is more than twice the largest block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and mapped anew: thousands
@@ -168,7 +172,6 @@ class Reducer:
     """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
 
     def __init__(self) -> None:
-        keep_let_go_memory()
         self.deferred = 0
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
@@ -237,6 +240,7 @@ class Reducer:
     def _flat(self, key: Any, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for gradients side by side. They stay where they were summed. What is touched for the first time costs more than a copy: it serves again once
         they have been let go."""
+        keep_let_go_memory()
         flat = self.flats.get(key)
         if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
             flat = self.flats[key] = torch.empty(size, dtype=dtype, device=device)
