@@ -18,7 +18,7 @@ from torch import Tensor
 from ..boxing.halo import Interval, Reach, fetch
 from ..cluster import current_cluster
 from ..spec import Spec
-from .halo import fibers, is_spread
+from .halo import fibers, interval, is_spread
 from .notation import Arg, Op, Split
 
 __all__ = ["cut", "joins", "stays_split", "takes"]
@@ -66,7 +66,7 @@ def cut(split: Split, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], 
     ranks = fibers(src, rank, dim)
     held, wanted = _places(src, split.outs, ranks, dim, out_dim, runs)
     reach = Reach(ranks, rank, held, wanted)
-    mine = [_interval(out, rank, out_dim) for out in split.outs]
+    mine = [interval(out, rank, out_dim) for out in split.outs]
     sizes = [sum(b - a for a, b in _covered(run, part)) for run, part in zip(runs, mine, strict=True)]
     strides = [(*[slice(None)] * dim, slice(None, None, run.step)) if run.step > 1 else None for run in runs]
 
@@ -82,8 +82,8 @@ def _places(
     src: Spec, outs: Sequence[Spec], ranks: Sequence[int], dim: int, out_dim: int, runs: Runs
 ) -> tuple[list[Interval], list[list[Interval]]]:
     """What of ``dim`` each rank holds, and what it wants."""
-    wanted = [[i for run, out in zip(runs, outs, strict=True) for i in _covered(run, _interval(out, r, out_dim))] for r in ranks]
-    return [_interval(src, r, dim) for r in ranks], wanted
+    wanted = [[i for run, out in zip(runs, outs, strict=True) for i in _covered(run, interval(out, r, out_dim))] for r in ranks]
+    return [interval(src, r, dim) for r in ranks], wanted
 
 
 def _covered(run: range, part: Interval) -> Iterator[Interval]:
@@ -91,11 +91,6 @@ def _covered(run: range, part: Interval) -> Iterator[Interval]:
     a, b = part
     if a < b:
         yield run[a], run[b - 1] + 1
-
-
-def _interval(spec: Spec, rank: int, dim: int) -> Interval:
-    offsets, lengths = spec.box(rank)
-    return offsets[dim], offsets[dim] + lengths[dim]
 
 
 # ---------------------------------------------------------------------------------------------------------------- joined again
@@ -114,7 +109,7 @@ def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
 
     def wanted(out: Spec, ranks: Sequence[int], i: int) -> list[list[Interval]]:
         """What each rank wants of operand ``i``."""
-        parts = [_interval(out, r, dim) for r in ranks]
+        parts = [interval(out, r, dim) for r in ranks]
         return [[(a, b)] if (a := max(low, starts[i]) - starts[i]) < (b := min(high, ends[i]) - starts[i]) else [] for low, high in parts]
 
     def seconds(choice: Any) -> float:
@@ -124,7 +119,7 @@ def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
         for i, a in enumerate(operands):
             if a in spread:
                 spec = choice.ins[a.index]
-                held = [_interval(spec, r, dim) for r in _ranks(spec, dim)]
+                held = [interval(spec, r, dim) for r in _ranks(spec, dim)]
                 found += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
         return found
 
@@ -137,7 +132,7 @@ def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
         for i, a in enumerate(operands):
             spec, wants = split.ins[a.index], wanted(out, ranks, i)
             if a in spread:
-                reach = Reach(ranks, rank, [_interval(spec, r, dim) for r in ranks], wants)
+                reach = Reach(ranks, rank, [interval(spec, r, dim) for r in ranks], wants)
                 steps[a.index] = functools.partial(fetch, dim=dim, reach=reach)
             else:
                 start, stop = (wants[ranks.index(rank)] or [(0, 0)])[0]

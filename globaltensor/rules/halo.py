@@ -20,7 +20,8 @@ from ..spec import Spec
 from .notation import Split
 
 __all__ = [
-    "Geometry", "Window", "clipped", "fibers", "is_spread", "laid_out", "moved", "padded", "pair_up", "reach_of", "settle_windows", "split_room", "weighed",
+    "Geometry", "Window", "clipped", "fibers", "interval", "is_spread", "laid_out", "moved", "padded",
+    "pair_up", "reach_of", "settle_windows", "split_room", "weighed",
 ]  # fmt: skip
 
 
@@ -43,11 +44,12 @@ def reach_of(split: Split, dim: int, out_dim: int, wanted: Callable[[int, int], 
     """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of result 0 along ``out_dim`` that it makes."""
     src, dst = split.ins[0], split.outs[0]
     ranks = fibers(src, split.rank, dim)
-    parts = [_interval(dst, r, out_dim) for r in ranks]
-    return Reach(ranks, split.rank, [_interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
+    parts = [interval(dst, r, out_dim) for r in ranks]
+    return Reach(ranks, split.rank, [interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
 
 
-def _interval(spec: Spec, rank: int, dim: int) -> Interval:
+def interval(spec: Spec, rank: int, dim: int) -> Interval:
+    """What of ``dim`` a rank holds."""
     offsets, lengths = spec.box(rank)
     return offsets[dim], offsets[dim] + lengths[dim]
 
@@ -99,7 +101,7 @@ def settle_windows(split: Split, windows: dict[int, Window], split_dims: Sequenc
     """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand where those of the operand do."""
     found = []
     for d, w in windows.items():
-        mine = _interval(split.outs[0], split.rank, d)
+        mine = interval(split.outs[0], split.rank, d)
         start, stop = w.span(*mine)
         if d in split_dims:
             reach = reach_of(split, d, d, lambda a, b, w=w: [clipped(w.span(a, b), w.size)])  # type: ignore[misc]
@@ -144,7 +146,7 @@ def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], v
     """
 
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
-    a, b = _interval(split.outs[0], split.rank, dim)
+    a, b = interval(split.outs[0], split.rank, dim)
     here = positions(a, b) if a < b else np.empty(0, dtype=np.int64)
     filled = here < 0
     left = len(here) if filled.all() else int(np.argmin(filled))
@@ -169,7 +171,7 @@ def weighed(split: Split, dim: int, taps: Callable[[int, int], tuple[np.ndarray,
     ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b - a].
     """
     reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
-    positions, weights = taps(*_interval(split.outs[0], split.rank, dim))
+    positions, weights = taps(*interval(split.outs[0], split.rank, dim))
     device, shape = world().device(split.outs[0].placement.type), [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))]
     places = torch.from_numpy(np.searchsorted(_needed(positions), positions)).to(device)
     shares = torch.from_numpy(weights).to(device)
