@@ -285,6 +285,30 @@ def test_futures_wait_for_each_other() -> None:
     assert run_by_mpi(2, _futures) == [[6.0, 6.0]] * 2
 
 
+def _started_early(full: bool) -> list[float]:
+    """Rank 1 starts the sum only once rank 0 has gone on: whoever starts one stays with it for a while at most. Then one that both start together."""
+    flow.env.get_rank()
+    library = dist.group.WORLD.library  # type: ignore[union-attr]
+    was, library.full = library.full, full
+    try:
+        x, word, first = torch.full((1 << 19,), dist.get_rank() + 1.0), torch.zeros(1), dist.get_rank() == 0
+        if not first:
+            dist.recv(word, 0)
+        early = dist.all_reduce(x, async_op=True)
+        if first:
+            dist.send(word + 7, 1)
+        early.wait()
+        future = dist.all_reduce(x, async_op=True).get_future()
+        return [float(future.wait()[0][-1]), float(word)]
+    finally:
+        library.full = was
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_who_starts_early_goes_on(full: bool) -> None:
+    assert run_by_mpi(2, _started_early, full) == [[6.0, 0.0], [6.0, 7.0]]
+
+
 def _in_inference_mode() -> float:
     with torch.inference_mode():
         x = torch.ones(3)

@@ -152,7 +152,7 @@ class MpiGroup(dist.ProcessGroup):
         operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
             self._together.append(operation)
-        elif not operation.advance():
+        elif not operation.advance() and not (self.library.full and not later and operation.carry_on()):
             if later:
                 progress().see_to_later(operation)
             elif options is None or options.asyncOp:

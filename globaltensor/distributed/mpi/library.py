@@ -44,8 +44,11 @@ class Library:
         #: Held around every call of MPI where it cannot bear two threads at once.
         self.one_at_a_time = None if level == api.THREAD_MULTIPLE else threading.Lock()
         self.rank, self.size = api.COMM_WORLD.rank, api.COMM_WORLD.size
+        ranks, cores = _ranks_here(self.size), len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         #: Whether the ranks of this machine are more than its cores: who waits must let others run then.
-        self.crowded = _ranks_here(self.size) > (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+        self.crowded = ranks > cores
+        #: Whether each has a core, but not all a second one: a thread beside the computation waits for it to pause.
+        self.full = ranks <= cores < 2 * ranks
         self.cuda_aware = _cuda_aware(api)
         self.tags = int(api.COMM_WORLD.Get_attr(api.TAG_UB) or 32767)
         self.timeout = timedelta(minutes=10)

@@ -30,6 +30,7 @@ _YIELD: Final = 1e-3  # and then of letting others have the core between two loo
 _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so that a wait is at most so much too long
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _LONG_NAP: Final = 1e-3
+_PATIENCE: Final = 1e-3  # seconds without a move for which a rank stays with what it started, where every core has its rank: a thread waits longer for one
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
 _AWAKE: Final = 0.25  # and for which it goes on looking out for them
@@ -129,6 +130,20 @@ class Operation(dist.Work):
         if self._step is not None:
             self._step.abandon()
         self.over = True
+
+    def carry_on(self) -> bool:
+        """Drive it as long as it moves, and a little longer -> whether it is over.
+
+        For a machine whose cores all have their rank: beside the computation nothing would move there before the scheduler's next slice.
+        """
+        moves, moved = self.moves, time.perf_counter()
+        while not self.advance():
+            now = time.perf_counter()
+            if moves != self.moves:
+                moves, moved = self.moves, now
+            if now - moved > _PATIENCE:
+                return False
+        return True
 
     def overdue(self, waited: float, limit: float | None = None) -> None:
         """End it with an error if it has taken longer than ``limit`` (none: the group's), or waits for a rank that has left."""
