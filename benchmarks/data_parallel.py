@@ -28,16 +28,31 @@ def compare(size: Size, rounds: int) -> Row:
     """Each rank's share of the batch is the same for every contender; data is there before the clock starts."""
     rows = size.rows()
     mine = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
-    ours, everyone = size.model(), flow.placement.all("cpu")
+    ours, also, everyone = size.model(), size.model(), flow.placement.all("cpu")
     spread(ours, PARALLEL["data"], everyone)
+    spread(also, PARALLEL["data"], everyone)
     shared = rows.to_global(everyone, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
     steps = {
         "plain": training_step(size.model(), mine),
         "ddp": training_step(DistributedDataParallel(size.model()), mine),
         "ours": training_step(ours, shared),
+        "riding": riding(training_step(also, shared)),
     }
-    same_losses({"ddp": lambda: mean(steps["ddp"]()), "ours": lambda: steps["ours"]().item()})
+    same_losses({"ddp": lambda: mean(steps["ddp"]()), **{name: lambda name=name: steps[name]().item() for name in ("ours", "riding")}})
     return Row(f"gpt step {size}", interleave(steps, rounds, calls=3), "ms")
+
+
+def riding(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step, where the number of targets that the mean divides by travels with the gradients. (DDP divides by each rank's own number, and sends none.)"""
+
+    def once() -> Tensor:
+        flow.counts_ride()
+        try:
+            return step()
+        finally:
+            flow.counts_ride(False)
+
+    return once
 
 
 LINEARS = "linears 8 x 512, ours: ddp over mpi"

@@ -1,13 +1,15 @@
 """Attention forward and backward over a split sequence: keys round a ring, an exchange to split heads, keys gathered, and what "auto" takes (ours).
 
-The second row of each case is memory: the most that a rank holds besides its own queries, keys, values and their gradients; all keys and values in
-comparison. Scores are never held: the kernel does without.
+The second row of each case is the processor time of the busiest rank: how long a step takes where each rank has a core of its own. (With more ranks than cores
+the first row is the work of all ranks together, and hides that under a causal mask some of them wait.) The third is memory: the most that a rank holds besides
+its own queries, keys, values and their gradients; all keys and values in comparison. Scores are never held: the kernel does without.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +90,16 @@ def compare(length: int, heads: int, causal: bool, rounds: int) -> list[Row]:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         memory[name] = most.tolist()
     memory["all keys"] = [float(sum(t.nbytes for t in whole[1:]))]
-    return [Row(case, interleave(calls, rounds, calls=1, warm_up=1), "ms"), Memory(f"memory, {case}", memory, "MiB")]
+    timed = Row(case, interleave(calls, rounds, calls=1, warm_up=1), "ms")
+    busiest = Row(f"busiest, {case}", {name: most_of(found) for name, found in interleave(calls, rounds, 1, 0, time.process_time).items()}, "ms")
+    return [timed, busiest, Memory(f"memory, {case}", memory, "MiB")]
+
+
+def most_of(seconds: list[float]) -> list[float]:
+    """Of each round, what the rank has that has most."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 def main() -> None:

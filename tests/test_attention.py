@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from hypothesis import example, given
+from hypothesis import strategies as st
 from support.everywhere import compare, full
 from support.pool import run_on
 from torch import nn
@@ -25,7 +27,7 @@ from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
 from globaltensor.rules import attention as rule_of_attention
 from globaltensor.rules.ring import paired
-from globaltensor.rules.scores import _visible
+from globaltensor.rules.scores import _together, _visible
 
 A = F.scaled_dot_product_attention
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -309,6 +311,35 @@ def test_work_is_what_is_not_masked() -> None:
                 for m in range(4):
                     assert torch.equal(seen((a, n), (b, m), False), whole[a : a + n, b : b + m])
                     assert torch.equal(seen((a, n), (b, m), True), whole.tril()[a : a + n, b : b + m])
+
+
+def taken_together(rows: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool) -> tuple[torch.Tensor, int]:
+    """(what `_together` says, counted on rows and keys as they lie; in how many pieces)."""
+    count = torch.zeros(sum(n for _, n in rows), sum(n for _, n in keys), dtype=torch.int64)
+    found = _together(tuple(rows), tuple(keys), causal)
+    for r, c, square in found:
+        assert not square or r.stop - r.start == c.stop - c.start
+        count[r, c] += torch.ones_like(count[r, c]).tril() if square else 1
+    return count, len(found)
+
+
+STRETCHES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=3)
+
+
+@given(STRETCHES, st.one_of(st.none(), STRETCHES), st.booleans())
+@example([(4, 2), (0, 2)], None, True)
+@example([(0, 3), (2, 3)], None, True)
+def test_work_taken_together_is_the_same(rows: list[tuple[int, int]], keys: list[tuple[int, int]] | None, causal: bool) -> None:
+    keys = rows if keys is None else keys
+    at, of = (torch.tensor([i for a, n in some for i in range(a, a + n)], dtype=torch.int64) for some in (rows, keys))
+    want = (of[None, :] <= at[:, None]) | (not causal)
+    assert torch.equal(taken_together(rows, keys, causal)[0], want.long())
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_pairs_are_one_piece_a_round(parts: int) -> None:
+    dealt = paired(16 * parts, parts)
+    assert {taken_together(rows, keys, True)[1] for rows in dealt for keys in dealt} == {1}
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -40,6 +41,31 @@ def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice
         yield slice(first, first + side), slice(before, before + side), True
         if first + side < n:
             yield slice(first + side, n), slice(before, before + side), False
+
+
+def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, bool]]:
+    """What is visible of a rank's rows and a block of keys, by where they lie there, in few large rectangles and squares: kernels take more rows at a time."""
+    total = sum(n for _, n in rows)
+    if causal and total and rows == keys and all(a + n <= b for (a, n), (b, _) in pairwise(rows)):
+        return [(slice(0, total), slice(0, total), True)]  # in the order of the whole, each row sees the keys up to itself
+    found: list[tuple[slice, slice, bool]] = []
+    for at, row in _placed(rows):
+        for here, key in _placed(keys):
+            for r, c, square in _visible(row, key, causal):
+                mine, theirs = slice(at + r.start, at + r.stop), slice(here + c.start, here + c.stop)
+                before, among, was = found[-1] if found else (mine, theirs, True)
+                if not (square or was) and among == theirs and before.stop == mine.start:
+                    found[-1] = slice(before.start, mine.stop), theirs, False
+                elif not (square or was) and before == mine and among.stop == theirs.start:
+                    found[-1] = mine, slice(among.start, theirs.stop), False
+                else:
+                    found.append((mine, theirs, square))
+    return found
+
+
+def _placed(stretches: Rows) -> Iterator[tuple[int, Stretch]]:
+    """Each stretch and where it lies among them."""
+    return zip(accumulate((n for _, n in stretches), initial=0), stretches, strict=False)
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -111,15 +137,17 @@ def wide(t: Tensor) -> Tensor:
 
 
 def tasks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, causal: bool) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
-    """The work of a rank's rows with a block of keys -> (rows, keys, their mask, square) in pieces whose scores may be held."""
+    """The work of a rank's rows with a block of keys -> (rows, keys, their mask, square): as few pieces as can be for a kernel, else such whose scores may be
+    held."""
+    if _by_kernel(q, k, v, mask):
+        yield from ((r, c, None, square) for r, c, square in _together(rows, keys, causal))
+        return
     at = 0
     for start, length in rows:
         here = 0
         for key_start, key_length in keys:
-            size = length
-            if not _by_kernel(q, k, v, mask):
-                lead = math.prod(shared(q, k, v) if mask is None else torch.broadcast_shapes(shared(q, k, v), mask.shape[:-2]))
-                size = max(16, _SCORES // max(1, lead * key_length))
+            lead = math.prod(shared(q, k, v) if mask is None else torch.broadcast_shapes(shared(q, k, v), mask.shape[:-2]))
+            size = max(16, _SCORES // max(1, lead * key_length))
             for row in range(0, length, max(1, size)):
                 some = (start + row, min(size, length - row))
                 for r, c, square in _visible(some, (key_start, key_length), causal):
@@ -135,10 +163,10 @@ def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 def merge(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> None:
-    """Take the result of further keys into account, in place."""
+    """Take the result of further keys into account, in place; ``more`` is used up."""
     both = torch.logaddexp(total, its)
     base = both.masked_fill(both == -math.inf, 0.0)
-    out.mul_((total - base).exp()).add_(more * (its - base).exp())
+    out.mul_((total - base).exp()).add_(more.mul_((its - base).exp()))
     total.copy_(both)
 
 
