@@ -27,6 +27,11 @@ CASES: dict[str, Case] = {
     "linear of nothing": (F.linear, deferred.linear, [(0, 3), (4, 3), (4,)], {}),
     "matmul": (torch.matmul, deferred.matmul, [(2, 3, 5), (5, 4)], {}),
     "matmul of a vector": (torch.matmul, deferred.matmul, [(5,), (5, 4)], {}),
+    "lighter linear": (F.linear, deferred.lighter_linear, [(2, 5, 3), (4, 3), (4,)], {}),
+    "lighter linear without bias": (F.linear, deferred.lighter_linear, [(5, 3), (4, 3)], {}),
+    "lighter linear of a vector": (F.linear, deferred.lighter_linear, [(3,), (4, 3), (4,)], {}),
+    "lighter linear of nothing": (F.linear, deferred.lighter_linear, [(0, 3), (4, 3), (4,)], {}),
+    "lighter matmul": (torch.matmul, deferred.lighter_matmul, [(2, 3, 5), (5, 4)], {}),
     "conv1d": (F.conv1d, deferred.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),
     "conv2d": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 2), (5,)], {"stride": (2, 1), "dilation": 2, "padding": (1, 0)}),
     "conv2d without bias": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 3)], {}),
@@ -81,7 +86,7 @@ def test_without_holding_all_comes_at_once(name: str) -> None:
     same([t.grad for t in given], grads)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "nothing" not in name and "conv3d" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if not any(word in name for word in ("nothing", "conv3d", "lighter"))])
 def test_second_derivatives(name: str) -> None:
     _, ours, shapes, more = CASES[name]
 
@@ -118,6 +123,28 @@ def test_what_cannot_wait_comes_at_once() -> None:
     assert w.grad is None
     later.run()
     same([w.grad, b.grad], [x.detach().sum(0).expand(4, 3), torch.full((4,), 15.0, dtype=torch.float64)])
+
+
+def test_an_input_that_was_written_to_is_told() -> None:
+    x, w = operands([(5, 3), (4, 3)])
+    with Later().recording():
+        h = x * 2
+        out = deferred.lighter_linear(h, w)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match=r"the input \[5, 3\] of a linear layer is at version 1, expected version 0"):
+        out.sum().backward()
+
+
+def test_results_that_are_written_to() -> None:
+    x, w = operands([(5, 3), (4, 3)])
+    later = Later()
+    with later.recording():
+        out = deferred.lighter_linear(x * 2, w)
+        out.mul_(3)
+    with later.holding():
+        out.sum().backward()
+    later.run()
+    same([x.grad, w.grad], [(6 * w.detach().sum(0)).expand(5, 3), 6 * x.detach().sum(0).expand(4, 3)])
 
 
 def test_frozen_weights() -> None:

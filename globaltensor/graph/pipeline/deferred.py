@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..._torch import any_autocast, call_after_accumulation
 
-__all__ = ["DEFERRED", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "linear", "matmul"]
+__all__ = ["DEFERRED", "LIGHTER", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
 
 
 class Later:
@@ -168,6 +168,44 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     return _Product.apply(_cast(input), other, None, True, later)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a constant, and who
+    takes its gradient is told the gradient of the result. That takes a third of the time of a Function of our own (23 against 75 us)."""
+    return _lighter(linear, input, weight, bias, False)
+
+
+def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
+    """`matmul`, likewise."""
+    return _lighter(matmul, input, other, None, True)
+
+
+def _lighter(general: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, across: bool) -> Tensor:
+    later, leaves = _current.get(), (weight,) if bias is None else (weight, bias)
+    if later is None or later.held or any_autocast() or not (torch.is_grad_enabled() and x.requires_grad) or weight.ndim != 2 or not x.ndim or x.is_complex():
+        return general(x, *leaves)
+    for leaf in leaves:
+        if not _waits(leaf) or leaf.dtype is not x.dtype:
+            return general(x, *leaves)
+    fixed = weight.detach()
+    out = x @ fixed if across else F.linear(x, fixed, None if bias is None else bias.detach())
+    kept, version = x.detach(), x._version
+
+    def told(grad: Tensor) -> None:
+        if kept._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: the input {list(kept.shape)} of a linear "
+                f"layer is at version {kept._version}, expected version {version}; write out of place (x + y instead of x += y), or clone it before"
+            )
+        work = _product_later(kept, grad, across, weight, bias)
+        if later.held:
+            later.put(work)
+        else:
+            work()
+
+    out.register_hook(told)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _weight_grad(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
     """Two matrices whose product is the gradient of the weight."""
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
@@ -207,13 +245,13 @@ class _Product(torch.autograd.Function):
 
 
 def _product_later(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> Callable[[], None]:
-    x, grad = x.detach(), grad.detach()
+    x, grad = x.detach().reshape(-1, x.shape[-1]), grad.detach().reshape(-1, grad.shape[-1])
 
     def work() -> None:
         if weight is not None:
-            _arrive_product(weight, *_weight_grad(x, grad, across))
+            _arrive_product(weight, *((x.t(), grad) if across else (grad.t(), x)))
         if bias is not None:
-            _arrive(bias, grad.reshape(-1, grad.shape[-1]).sum(0))
+            _arrive(bias, grad.sum(0))
 
     return work
 
@@ -301,3 +339,5 @@ DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv2d: conv2d,
     F.conv3d: conv3d,
 }
+#: Of these, what a program that runs as it stands may take instead.
+LIGHTER: dict[Callable[..., Any], Callable[..., Any]] = {linear: lighter_linear, matmul: lighter_matmul}

@@ -102,13 +102,13 @@ class Pipeline:
         routes = self._into[stage]
         given = [inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro) for i, route in enumerate(routes)]
         start = self._now()
+        self._transfer.go_on()
         outputs = self.stages[stage].forward(micro, given, self.schedule.trains, stage in self._split)
         del given
-        self._done(action, start)
         if len(outputs) <= max(self._taken[stage], default=-1):
             raise ScheduleError(f"stage {stage} gives {len(outputs)} outputs; an edge takes number {max(self._taken[stage])}")
-        for route in self._transfer.leaving("F", stage):
-            self._transfer.send(route, micro, outputs[route.edge.output])
+        leaving = self._transfer.leaving("F", stage)
+        self._hand_over(action, start, [(route, outputs[route.edge.output]) for route in leaving])
         return tuple(t if self._keeps(stage, i) else None for i, t in enumerate(outputs))
 
     def _keeps(self, stage: int, output: int) -> bool:
@@ -123,8 +123,8 @@ class Pipeline:
         if kind == "W":
             start = self._now()
             stage.backward_weight(micro)
-            self._done(action, start)
             self._transfer.collect()
+            self._done(action, start)
             return
         grads: dict[int, Tensor] = {}
         for route in self._back[number]:
@@ -132,14 +132,21 @@ class Pipeline:
             output = route.edge.output
             grads[output] = grads[output].add_(grad) if output in grads else grad
         start = self._now()
+        self._transfer.go_on()
         found = (stage.backward if kind == "B" else stage.backward_input)(micro, grads, loss_scale)
         grads.clear()
         leaving = self._transfer.leaving(kind, number)
         # The duals of broadcast inputs are summed within the stage, by all its ranks in the same order.
-        settled = [self._settled(route, found.pop(route.edge.input)) for route in leaving]
-        self._done(action, start)
-        for route in leaving:
-            self._transfer.send(route, micro, settled.pop(0))
+        self._hand_over(action, start, [(route, self._settled(route, found.pop(route.edge.input))) for route in leaving])
+
+    def _hand_over(self, action: Action, start: float, values: list[tuple[Route, Tensor]]) -> None:
+        """Send what an action leaves: part of its time where the host does it. (On a device it is queued; a trace that waited for it would wait for others.)"""
+        if self._devices:
+            self._done(action, start)
+        while values:
+            self._transfer.send(values[0][0], action.micro, values.pop(0)[1])
+        if not self._devices:
+            self._done(action, start)
 
     def _settled(self, route: Route, grad: Tensor) -> Tensor:
         spec = route.edge.dst

@@ -18,7 +18,7 @@ from ..lower import lower
 from ..program import Program, State
 from ..steps import Draw
 from .check import fitted
-from .deferred import DEFERRED
+from .deferred import DEFERRED, LIGHTER
 from .partition import cut
 from .runtime import Pipeline
 from .schedule import Schedule
@@ -119,6 +119,8 @@ class Staged:
         ready = passes.agreed({k: part.graph for k, part in made.parts.items()})
         for k, part in made.parts.items():
             part.graph = ready[k]
+            if split and backend is None:
+                lighten(part.graph)
             lower(part.graph, captured.constants, backend)
             program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
@@ -179,3 +181,10 @@ def defer(graph: fx.Graph) -> None:
         other = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target), None)
         if other in DEFERRED:
             node.op, node.target = "call_function", DEFERRED[other]
+
+
+def lighten(graph: fx.Graph) -> None:
+    """The same by less, where a program runs as it stands. Its recomputed parts are modules of their own by now, and stay as they are."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in LIGHTER:
+            node.target = LIGHTER[node.target]

@@ -216,7 +216,10 @@ class Transfer:
             )
 
     def receive(self, route: Route, micro: int) -> Tensor:
-        """A value for this rank; waits for it. A gradient comes as the dual of what its output is. Raises WorldError, with what, where and from whom."""
+        """A value for this rank; waits for it. A gradient comes as the dual of what its output is. Raises WorldError, with what, where and from whom.
+
+        Whoever takes it goes on with `go_on`.
+        """
         device = self._here.device(route.ends[1].placement.type)
         if not route.reaches(self._here.rank):
             return torch.zeros(self._shape[route], dtype=route.edge.src.dtype, device=device)
@@ -234,9 +237,13 @@ class Transfer:
                 arrival.out[piece.into] = piece.flat.view([s.stop - s.start for s in piece.into])
         for intake in intakes:
             intake.open[route] -= 1
+        return arrival.out.to(device)
+
+    def go_on(self) -> None:
+        """Post the receives that there are credits for now, and let go of what has been sent."""
+        for intake in self._intakes.values():
             self._ask(intake)
         self.collect()
-        return arrival.out.to(device)
 
     def collect(self) -> None:
         """Let go of what has been sent, and of buffers that are too many."""
