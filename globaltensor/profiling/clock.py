@@ -11,6 +11,7 @@ import torch
 
 from ..distributed.comm import Comm
 from ..distributed.world import World, world
+from ..reducer import keep_let_go_memory
 
 __all__ = ["Case", "Clock"]
 
@@ -38,6 +39,7 @@ class Clock:
     """The clock of one rank; every rank must ask for the same cases in the same order."""
 
     def __init__(self, device: torch.device) -> None:
+        keep_let_go_memory()  # as a training step does
         self.device = device
         self.world: World = world()
         self.everyone: Comm = self.world.comm(tuple(range(self.world.size)))

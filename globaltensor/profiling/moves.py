@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -19,6 +20,7 @@ __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measur
 
 SIZES: Final = tuple(1 << k for k in (10, 13, 16, 19, 22, 24, 25, 26))
 _LARGE: Final = 1 << 22
+_COMPUTED: Final = 1 << 19  # from this size on what moves is computed anew before it does; smaller ones stay in the caches
 _LONGEST: Final = 1.0  # seconds of one call
 _BESIDE_BYTES: Final = 1 << 23  # what is reduced beside a computation
 _BESIDE_SIDE: Final = 256
@@ -56,7 +58,9 @@ def measure_moves(clock: Clock, seconds: float, node_size: int) -> tuple[Curve, 
         for kind, make in _KINDS.items():
             if kind != "send" or p == 2:
                 count = 2 if kind == "send" else 1
-                cases += [Case((kind, p, nodes), n, None if mine is None else make(bench, mine, n), count=count) for n in _sizes(kind, p)]
+                for n in _sizes(kind, p):
+                    call = None if mine is None else make(bench, mine, n)
+                    cases.append(Case((kind, p, nodes), n, call, functools.partial(bench.compute, n) if n >= _COMPUTED else None, count))
     found = clock.time(cases, seconds, min(_LONGEST, seconds / 40))
     points: dict[Any, list[tuple[int, float]]] = {}
     for i, took in found.items():
@@ -160,11 +164,15 @@ class _Bench:
 
     def __init__(self, here: World, device: torch.device) -> None:
         self.here, self.device = here, device
-        self._some = torch.zeros(SIZES[-1] // 4, device=device)
+        self._some = torch.ones(SIZES[-1] // 4, device=device)  # of zeros the system has one page for all, which is always in the caches
 
     def data(self, nbytes: int) -> Tensor:
         """So many bytes."""
         return self._some[: nbytes // 4]
+
+    def compute(self, nbytes: int) -> None:
+        """What moves in a program has just been computed."""
+        self.data(nbytes).fill_(1.0)
 
 
 def _shares(nbytes: int, comm: Comm) -> list[int]:
