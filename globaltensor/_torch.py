@@ -166,9 +166,13 @@ def storage_key(t: torch.Tensor) -> int:
 
 
 def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:
-    """Change how long the collectives of a group wait: torch has no public way to do so once the group is made."""
+    """Change how long the collectives of a group wait: before 2.14 torch has no public way to do so once the group is made."""
     c10d: Any = torch.distributed.distributed_c10d
-    c10d._set_pg_timeout(timeout, group)
+    public = getattr(torch.distributed, "set_timeout", None)
+    if public is not None:
+        public(timeout, group)
+    else:
+        c10d._set_pg_timeout(timeout, group)
 
 
 def wrap_module_identity(around: Any) -> None:
@@ -364,7 +368,9 @@ def watch_checkpoints(region: Any) -> None:
     """
     import torch.utils.checkpoint as home
 
-    original, reentrant = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(home, f"{name}_impl") else ""  # since torch 2.14, with the arguments as a tuple and a dict
+    original, reentrant = getattr(home, name), home.CheckpointFunction
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
         inside = region()
@@ -381,7 +387,7 @@ def watch_checkpoints(region: Any) -> None:
         with inside:
             return function(*args)
 
-    home._checkpoint_without_reentrant_generator = generator
+    setattr(home, name, generator)
     reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["body_of"]
+__all__ = ["apply_plainly", "body_of"]
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
@@ -41,3 +41,9 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__module, name)
+
+
+def apply_plainly(apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function.apply`` as torch has it, of no global arguments. By this frame dispatch knows that it is in a custom Function's forward; torch's own has none
+    since 2.14."""
+    return apply(function, *args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _torch, plans
-from .bodies import body_of
+from .bodies import apply_plainly, body_of
 from .boxing import box
 from .distributed.world import sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
@@ -39,7 +39,7 @@ _grad_enabled = torch.is_grad_enabled
 _any_autocast = _torch.any_autocast
 _Size = torch.Size
 _NUMBERS = frozenset((int, float, bool))
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = apply_plainly.__code__
 _DEEPEST = 16  # frames searched for the apply of a custom Function
 
 

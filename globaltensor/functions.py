@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ._torch import function_mode_on
+from .bodies import apply_plainly
 from .boxing import box
 from .plans import promote, replaced, tensors_in
 from .reducer import watch
@@ -185,7 +186,8 @@ _EMPTY = torch.empty(0)
 
 def install() -> None:
     """Let ``apply`` of every torch.autograd.Function take global tensors."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    # Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
+    original = getattr(torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"])
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +198,7 @@ def install() -> None:
                 return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
             return _applied(cls, _positions(cls, args, kwargs))
-        return original(cls, *args, **kwargs)
+        return apply_plainly(original, cls, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
 

@@ -55,6 +55,9 @@ _matrices("householder_product", 2, 1, outs=[2])
 for _name in ("lu_factor", "ldl_factor"):
     RULES.pop(getattr(torch.linalg, _name), None)
 _matrices("lu_factor ldl_factor", 2, outs=[2, 1])
+# Not the polar of torch, which is elementwise and of the same name.
+RULES.pop(getattr(torch.linalg, "polar", None), None)
+_matrices("polar", 2, outs=[2, 2])
 _matrices("lu_solve ldl_solve", 2, 1, 2, outs=[2])
 _matrices("lu_solve", 2, 2, 1, outs=[2], spaces=(torch, Tensor))
 _matrices("lu_unpack", 2, 1, outs=[2, 2, 2], spaces=(torch,))

@@ -245,13 +245,13 @@ class _Product(torch.autograd.Function):
 
 
 def _product_later(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> Callable[[], None]:
-    x, grad = x.detach().reshape(-1, x.shape[-1]), grad.detach().reshape(-1, grad.shape[-1])
+    x, grad = x.detach(), grad.detach()
 
     def work() -> None:
         if weight is not None:
-            _arrive_product(weight, *((x.t(), grad) if across else (grad.t(), x)))
+            _arrive_product(weight, *_weight_grad(x, grad, across))
         if bias is not None:
-            _arrive(bias, grad.sum(0))
+            _arrive(bias, grad.reshape(-1, grad.shape[-1]).sum(0))
 
     return work
 
