@@ -90,9 +90,12 @@ def retain_grad(self: GlobalTensor) -> None:
 
 def grad_fn(self: GlobalTensor) -> Any:
     """The node of autograd's graph that made this rank's part. Its hooks see parts, except where it belongs to a module's full backward hook."""
+    found = self._local.grad_fn
+    if found is None:
+        return None  # a module asks each tensor that becomes its parameter
     watch()
     node = self.__dict__.get("_node")
-    return node if node is not None and node.node is self._local.grad_fn else self._local.grad_fn
+    return node if node is not None and node.node is found else found
 
 
 # ---------------------------------------------------------------------------------------------------------------- full backward hooks of modules

@@ -10,7 +10,9 @@ shares are gathered into the parameter, many at a time.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -133,19 +135,111 @@ def _in_a_row(p: GlobalTensor, shard: Stored) -> bool:
     return split == {0} and p._local.is_contiguous()
 
 
+_LIE = operator.attrgetter("_local", "_spec", "_leaf", "_shard")
+
+
+class _Exchanged:
+    """What a step has exchanged. The next one exchanges the same, but for the gradients, if it is of the same parameters, which lie alike and have the same
+    state: then it need not look at each again."""
+
+    def __init__(self, groups: Sequence[State], held: Any, mine_of: defaultdict[torch.Tensor, State]) -> None:
+        self.groups = list(groups)
+        self.params: list[GlobalTensor] = [p for group in groups for p in group["params"]]
+        self.lie = list(itertools.chain.from_iterable(map(_LIE, self.params)))
+        self.locals = [[p._local for p in group["params"]] for group in groups]
+        self.held = list(map(held.get, self.params))
+        self.state, self.mine = mine_of, list(mine_of.values())
+        self.values = self._values()
+        self.settings = list(map(_settings, groups))
+        self.fused: list[State] = []  # the groups that step with the fused kernel unasked
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, mine_of: Any) -> _Exchanged | None:
+        """None where tensors are among the settings, a rank steps a share of a parameter (ZeRO), or one has sat out this step with its state."""
+        groups, held = optimizer.param_groups, optimizer.state
+        usual = all(p._shard is None and (p in held) == (p._local in mine_of) for group in groups for p in group["params"]) and None not in map(
+            _settings, groups
+        )
+        return cls(groups, held, mine_of) if usual else None
+
+    def _values(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self.mine))))
+
+    def gradients(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """(local tensor, its gradient) of those that do not lie together; None: look at all."""
+        groups, params = optimizer.param_groups, self.params
+        if len(groups) != len(self.groups) or not all(map(operator.is_, groups, self.groups)):
+            return None
+        if list(map(_settings, groups)) != self.settings or [len(group["params"]) for group in groups] != list(map(len, self.locals)):
+            return None
+        if not all(map(operator.is_, itertools.chain.from_iterable(group["params"] for group in groups), params)):
+            return None
+        if not all(map(operator.is_, itertools.chain.from_iterable(map(_LIE, params)), self.lie)):
+            return None
+        if not self.unchanged() or not all(map(operator.is_, map(optimizer.state.get, params), self.held)):
+            return None
+        found, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
+        for p in params:
+            local, leaf = p._local, p._leaf
+            grad = local.grad
+            if leaf is not None:
+                if grad is not None:
+                    return None  # which is still to be summed
+                grad = leaf.value
+                found.append((local, grad))
+            if grad is None or "_kept_grad" in p.__dict__:
+                return None
+            if dtype is not None and not (grad.dtype is dtype and grad.layout is torch.strided and grad.is_contiguous()):
+                return None
+        return found
+
+    def unchanged(self) -> bool:
+        """Whether the states of the local tensors hold what they held."""
+        return len(self.state) == len(self.mine) and self._values() == self.values
+
+
+def _settings(group: State) -> Any:
+    """What of a group's settings decides on how it steps, besides numbers; None where tensors are among them."""
+    values = [v for k, v in group.items() if k != "params"]
+    if any(isinstance(v, torch.Tensor) for v in itertools.chain(values, *(v for v in values if isinstance(v, (tuple, list))))):
+        return None
+    return torch.get_default_dtype(), [v if v is None or isinstance(v, bool) else type(v) for v in values]
+
+
 class _Swap:
     """One optimizer's parameters and state, exchanged for the local tensors for the length of a step."""
 
     def __init__(self) -> None:
-        # id of a parameter -> its state; the same with locals in it; the locals as they were when last looked at
-        self.twins: dict[int, tuple[State, State, State]] = {}
+        # id of a parameter -> its state; the same with locals in it; the locals as they were when last looked at; how what is stepped lay
+        self.twins: dict[int, tuple[State, State, State, Spec]] = {}
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = None
         self.fused: list[State] = []  # the groups that step with the fused kernel this once
         self.shares = _Shares()
         self.places: _Places | None = None  # of the last step's shares
+        self.last: _Exchanged | None = None  # what the step before exchanged, where the next may do likewise
+
+    def again(self, optimizer: Optimizer) -> bool:
+        """Exchange as at the step before; False, and nothing done, where that does not serve."""
+        last = self.last
+        grads = None if last is None else last.gradients(optimizer)
+        if last is None or grads is None:
+            return False
+        self.before = [group["params"] for group in optimizer.param_groups], optimizer.state, [(local, None) for local, _ in grads]
+        for local, grad in grads:
+            local.grad = grad
+        for group, locals_ in zip(optimizer.param_groups, last.locals, strict=True):
+            group["params"] = locals_
+        for group in last.fused:
+            group["fused"] = True
+        self.fused = list(last.fused)
+        optimizer.state = last.state
+        return True
 
     def enter(self, optimizer: Optimizer) -> None:
         """Exchange; do nothing where a parameter or its gradient is no ordinary one."""
+        if self.again(optimizer):
+            return
+        self.last = None
         lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
         members: list[tuple[GlobalTensor, Stored]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
@@ -201,7 +295,7 @@ class _Swap:
 
     def _localised(self, p: GlobalTensor, spec: Spec, known: State) -> State:
         twin = self.twins.get(id(p))
-        if twin is not None and twin[0] is known and len(known) == len(twin[1]):
+        if twin is not None and twin[0] is known and len(known) == len(twin[1]) and twin[3] is spec:
             return twin[1]
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
@@ -209,7 +303,7 @@ class _Swap:
             elif isinstance(v, GlobalTensor):  # a count of steps that was loaded from a state made global as a whole
                 known[k] = torch.from_numpy(v.numpy()).to(v.device)
         mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
-        self.twins[id(p)] = (known, mine, dict(mine))
+        self.twins[id(p)] = (known, mine, dict(mine), spec)
         return mine
 
     def leave(self, optimizer: Optimizer, done: bool = False) -> None:
@@ -221,15 +315,18 @@ class _Swap:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             if group.get("fused"):  # torch's fused kernels write past autograd; what was gathered from these values must be known to be old
                 torch.autograd.graph.increment_version([p._local for p in params])
-        for group in self.fused:
+        fused, self.fused = self.fused, []
+        for group in fused:
             group["fused"] = None
-        self.fused = []
         twins, parts = self.twins, self.shares.parts
+        known = self.last is not None and self.last.unchanged()
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
             for p in params:
                 if p._memory is not None:
                     p._memory.writes += 1
+                if known:
+                    continue
                 part = parts.get(id(p), p._local) if parts else p._local
                 if mine := mine_of.get(part):
                     twin = twins.get(id(p))
@@ -237,6 +334,10 @@ class _Swap:
                         self._globalised(p, part, mine, state)
         for part, grad in grads:
             part.grad = grad
+        if not known:
+            self.last = _Exchanged.of(optimizer, mine_of) if done and self.places is None else None
+            if self.last is not None:
+                self.last.fused = fused
         shares, self.shares = self.shares, _Shares()
         if done:
             shares.gather()
@@ -244,8 +345,8 @@ class _Swap:
     def _globalised(self, p: GlobalTensor, part: torch.Tensor, mine: State, state: Any) -> None:
         twin = self.twins.get(id(p))
         if twin is None or twin[1] is not mine:
-            twin = self.twins[id(p)] = (state[p], mine, {})
-        known, _, seen = twin
+            twin = self.twins[id(p)] = (state[p], mine, {}, stepped(p))
+        known, _, seen, _ = twin
         for k, v in mine.items():
             if k not in seen or seen[k] is not v:
                 seen[k] = v
@@ -309,7 +410,7 @@ def relay(optimizer: Optimizer) -> None:
                     optimizer.state[p][k] = _beside(stepped(p), v)
     if optimizer in _swaps:
         _swaps[optimizer].twins.clear()
-        _swaps[optimizer].places = None
+        _swaps[optimizer].places = _swaps[optimizer].last = None
 
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()

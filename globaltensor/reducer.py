@@ -282,7 +282,7 @@ class Reducer:
         if isinstance(bucket[0][0].kept, Stored):
             return self.scatter(bucket)
         way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
-        rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None and self.rides else None
+        rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
         room = self.rooms.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         if room is not None and len(bucket) == len(room.parts) and all(g is room.parts.get(leaf.number) for leaf, g in bucket):
             flat = room.flat if rider is not None else room.flat[:-1]
@@ -413,8 +413,8 @@ def counts_ride(mode: bool = True) -> None:
     """Let the number of targets that a mean loss divides by travel with the gradients of its backward pass: one collective less in each data-parallel step.
 
     It is a promise of the program that all ranks do the same with losses and gradients on their way: before a backward pass all or none read the loss
-    (``to_local``), hook into tensors or ask for ``grad_fn``. Off unless called; static graphs need no promise, their ranks run the same program. All ranks must
-    call it alike.
+    (``to_local``), hook into tensors or ask for ``grad_fn``. Off unless called; in static graphs, whose ranks run one program, the number travels so anyway.
+    All ranks must call it alike.
     """
     reducer().rides = bool(mode)
 

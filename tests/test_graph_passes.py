@@ -457,6 +457,48 @@ def test_the_count_of_a_split_batch_rides_with_the_gradients() -> None:
     simulate(3, body)
 
 
+class Once(flow.nn.Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    def build(self, x: Any, y: Any) -> Any:
+        loss = mean_loss(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def test_hooks_from_now_on_see_whole_gradients() -> None:
+    """The count rode with the gradients until somebody looked at those."""
+
+    def body() -> None:
+        model, plain = Words(), nn.ParameterList([nn.Parameter(values(11, 6, seed=1)), nn.Parameter(values(6, 11, seed=2))])
+        graph, optimizer, seen = Once(model), torch.optim.SGD(plain.parameters(), lr=0.5), []
+        x, y = ids(5, 3, sbp=B), ids(5, 3, sbp=B, seed=4)
+        sent = []
+        for i in range(4):
+            with comms() as log:
+                loss = graph(x.to_global(sbp=S(0)), y.to_global(sbp=S(0)))
+            sent.append([t.kind for t in log if t.kind == "all_reduce"])
+            optimizer.zero_grad()
+            logits = F.embedding(x.to_local().clamp(min=0), plain[0]).tanh() @ plain[1]
+            expected = F.cross_entropy(logits.flatten(0, 1), y.to_local().flatten(), ignore_index=-1)
+            expected.backward()
+            assert plain[1].grad is not None
+            if i == 1:
+                model.head.register_hook(lambda grad: seen.append(grad.to_global(sbp=B).to_local()))
+            elif i > 1:
+                torch.testing.assert_close(seen[-1], plain[1].grad)
+            torch.testing.assert_close(loss.to_global(sbp=B).to_local(), expected.detach())
+            optimizer.step()
+            torch.testing.assert_close(model.head.detach().to_local(), plain[1].detach())
+        assert [len(s) for s in sent] == [1, 1, 3, 3]  # later the count, and what the hook does
+        assert len(seen) == 2
+
+    simulate(2, body)
+
+
 def _hooked(m: Any, x: Any, y: Any) -> Any:
     logits = m(x.clamp(min=0)).flatten(0, 1)
     logits.register_hook(lambda grad: grad.clamp(-0.01, 0.01))

@@ -12,6 +12,7 @@ from support.everywhere import full
 from torch import optim
 
 import globaltensor as flow
+from globaltensor import optimizers
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -80,6 +81,80 @@ def on_rank(maker: str) -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_equals_plain(maker: str) -> None:
     simulate(2, on_rank, maker)
+
+
+def renew(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def rate_in_a_tensor(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.2, dtype=torch.float64)
+
+
+def another_state(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
+    optimizer.state[params[0]] = {k: v.clone() if k == "step" else v * 0.5 for k, v in optimizer.state[params[0]].items()}
+
+
+#: What may happen between two steps: (after backward, where gradients are; before it).
+AFTER_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] = {
+    "nothing": lambda o, p: None,
+    "a gradient is looked at": lambda o, p: p[0].grad.mul_(2),  # type: ignore[union-attr]
+    "a gradient less": lambda o, p: setattr(p[0], "grad", None),
+    "a rate": lambda o, p: o.param_groups[0].update(lr=0.3),
+    "a rate in a tensor": rate_in_a_tensor,
+    "in a loop": lambda o, p: o.param_groups[0].update(foreach=False, fused=None),
+    "fused": lambda o, p: o.param_groups[0].update(foreach=None, fused=True),
+    "state loaded": renew,
+    "state emptied": lambda o, p: o.state.clear(),
+    "another state": another_state,
+    "a parameter less": lambda o, p: o.param_groups[0]["params"].pop(),
+    "parameters in another order": lambda o, p: o.param_groups[0]["params"].reverse(),
+}
+BEFORE_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] = {
+    "a parameter held still": lambda o, p: p[0].requires_grad_(False),
+    "a group more": lambda o, p: o.add_param_group({"params": [o.param_groups[0]["params"].pop()], "lr": 0.2}),
+    "a parameter written": lambda o, p: p[0].data.mul_(0.5),
+    "a parameter laid otherwise": lambda o, p: setattr(p[0], "data", p[0].data.to_global(sbp=S(1))) if p[0].is_global else None,
+}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "split"])
+@pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
+def test_a_change_between_steps(change: str, shared: bool) -> None:
+    """A step that finds all as the one before left it looks at nothing but gradients."""
+    before = BEFORE_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
+    after = AFTER_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
+
+    def train(params: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = optim.AdamW(params, lr=0.1)
+        for i in range(6):
+            optimizer.zero_grad()
+            if i == 3:
+                before(optimizer, params)
+            ((x @ params[0]).relu() @ params[1]).square().mean().backward()
+            if i == 3:
+                after(optimizer, params)
+            swap = optimizers._swaps.get(optimizer)
+            again = swap is not None and swap.last is not None and swap.last.gradients(optimizer) is not None
+            optimizer.step()
+            if isinstance(params[0], flow.GlobalTensor) and (change == "nothing" or i < 3):
+                assert again == (i > 0)
+        return params
+
+    generator = torch.Generator().manual_seed(0)
+    first, second, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), (5, 4)))
+    expected = [p.detach() for p in train([first.clone().requires_grad_(), second.clone().requires_grad_()], x)]
+
+    def ranks() -> None:
+        everyone = flow.placement.all("cpu")
+        put = [
+            w.clone().to_global(everyone, B).to_global(sbp=B if shared else layout).detach().requires_grad_() for w, layout in ((first, S(1)), (second, S(0)))
+        ]
+        got = train(put, x.to_global(everyone, B).to_global(sbp=S(0) if shared else B))
+        for p, w in zip(got, expected, strict=True):
+            torch.testing.assert_close(whole(p), w, rtol=1e-10, atol=1e-10)
+
+    simulate(2, ranks)
 
 
 def test_a_step_that_fails_leaves_the_optimizer_global() -> None:

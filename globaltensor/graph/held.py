@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,9 +27,11 @@ class Held:
         self.number = next(_numbers)
         self.modules = list(dict.fromkeys(m for top in modules.values() for m in top.modules()))
         self._tops = list(modules.items())
-        self._children = [(m._modules, list(m._modules.values())) for m in self.modules]
-        self._slots = [(held, list(held.values())) for m in self.modules for held in (m._parameters, m._buffers)]
-        found: Iterable[Any] = itertools.chain.from_iterable(values for _, values in self._slots)
+        slots = [held for m in self.modules for held in (m._parameters, m._buffers)]
+        self._dicts: list[dict[str, Any]] = [*(m._modules for m in self.modules), *slots]
+        self._lengths = list(map(len, self._dicts))
+        self._values = _values(self._dicts)
+        found = itertools.chain.from_iterable(held.values() for held in slots)
         #: Parameters and buffers, each once.
         self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
         self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
@@ -36,15 +39,9 @@ class Held:
 
     def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
         """Whether these modules hold the same parts and tensors still."""
-        if list(modules.items()) != self._tops:
+        if list(modules.items()) != self._tops or list(map(len, self._dicts)) != self._lengths:
             return False
-        for held, values in itertools.chain(self._children, self._slots):
-            if len(held) != len(values):
-                return False
-            for a, b in zip(held.values(), values, strict=True):
-                if a is not b:
-                    return False
-        return True
+        return all(map(operator.is_, _values(self._dicts), self._values))
 
     def state(self) -> tuple[Any, ...]:
         """What of them a program depends on."""
@@ -64,9 +61,13 @@ class Held:
                 _clear([p for p in group["params"] if id(p) not in known])
 
 
+def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+
+
 def _clear(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
         if not isinstance(p, GlobalTensor):
             p.grad = None
-        elif p._local.grad is not None or p._leaf is None or p._leaf.value is not None or "_kept_grad" in p.__dict__:
+        elif p._local.grad is not None or (p._leaf is not None and p._leaf.value is not None) or "_kept_grad" in p.__dict__:
             _set_grad(p, None)

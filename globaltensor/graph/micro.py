@@ -24,9 +24,9 @@ class Cutting:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
         self.args, self.kwargs, self.n = args, kwargs, n
-        self.tensors = tensors_in(kwargs, tensors_in(args, []))
+        self.tensors = tensors_in(kwargs, tensors_in(args, [])) if n > 1 else []
         for t in self.tensors:
-            if n > 1 and t.dim() and t.shape[0] % n:
+            if t.dim() and t.shape[0] % n:
                 raise GraphError(
                     f"a batch of {t.shape[0]} (dim 0 of an input of shape {list(t.shape)}) cannot be cut into {n} micro-batches of one size: "
                     "set_gradient_accumulation_steps must divide it"

@@ -93,7 +93,7 @@ def counted(spec: Spec, most: int) -> Callable[[Tensor], Count]:
     """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is ``most`` at most."""
 
     def start(part: Tensor) -> Count:
-        count = Count(GlobalTensor.wrap(part, spec), most)
+        count = Count(GlobalTensor.wrap(part, spec), most, programmed=True)
         if not count.may_ride():
             count.start()
         return count

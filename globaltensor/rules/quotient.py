@@ -30,10 +30,11 @@ def _over() -> torch.Tensor:
 
 class Count:
     """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the latest when it is called; or it rides with something else.
-    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that."""
+    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that.
+    ``programmed``: all ranks run the same program, in which nobody looks at the loss before its backward pass."""
 
-    def __init__(self, part: torch.Tensor, bound: int) -> None:
-        self.part, self.bound = part, bound
+    def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
+        self.part, self.bound, self.programmed = part, bound, programmed
         self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
         self.riding = False
         self._sum: torch.Tensor | None = None
@@ -67,7 +68,9 @@ class Count:
         """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking."""
         here, part = world(), self.part
         found = here.reducer
-        if found is None or not found.rides or found.watched or found.asked or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
+        if found is None or found.watched or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
+            return False
+        if not self.programmed and (found.asked or not found.rides):
             return False
         return len(part._spec.placement.flat) == here.size and any(e is partial_sum for e in part._spec.layout)
 
