@@ -640,3 +640,42 @@ def one_fails() -> None:
 
 def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
     simulate(2, one_fails, timeout=30.0)
+
+
+class LayerDrop(nn.Module):
+    """As models of speech have it: a layer is dropped with some probability, often none."""
+
+    def __init__(self, drop: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drop(torch.rand([])):
+            return x
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("drop", "dropped"),
+    [
+        (lambda p: p < 0.0, False), (lambda p: p < -0.5, False), (lambda p: p >= 0, True), (lambda p: p < 1, True), (lambda p: p <= 1.0, True),
+        (lambda p: p > 1, False), (lambda p: 0.0 > p, False), (lambda p: torch.lt(p, 0.0), False), (lambda p: p.gt(1.5), False),
+        (lambda p: p < 0.5, None), (lambda p: p > 0, None), (lambda p: p + 1 < 0, None), (lambda p: p < p, None),
+    ],
+)  # fmt: skip
+def test_a_drawn_number_that_decides_nothing(drop: Callable[[Tensor], Any], dropped: bool | None) -> None:
+    torch.manual_seed(0)
+    module, x = LayerDrop(drop), values(2, 3)
+
+    def body() -> None:
+        place = flow.placement.all("cpu")
+        graph = flow.nn.Graph.trace(copy.deepcopy(module).to_global(place, B))
+        shared = x.to_global(place, B).to_global(sbp=S(0))
+        if dropped is None:
+            with pytest.raises(GraphError, match=r"asks for the value of a tensor(.|\n)*if self.drop\(torch.rand\(\[\]\)\):"):
+                graph(shared)
+            return
+        torch.testing.assert_close(graph(shared).to_global(sbp=B).to_local(), x if dropped else module(x).detach())
+
+    simulate(2, body)

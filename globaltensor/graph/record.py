@@ -23,6 +23,7 @@ from ..rules.quotient import settle
 from ..spec import Spec, layout_on
 from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
+from .bounds import decided
 from .constants import NotConstant, evaluated
 from .differentiated import Differentiated
 from .dry import DryWorld, Untraceable
@@ -290,6 +291,8 @@ class Logical(Recorder):
         kwargs = kwargs or {}
         if func is stage_of_tensor:
             return self._staged(*args)
+        if func is torch.Tensor.__bool__ and (told := decided(self.known.get(id(args[0])))) is not None:
+            return told
         if self.joins:
             args, kwargs = self._together(func, args, kwargs)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region

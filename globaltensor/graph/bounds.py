@@ -1,0 +1,39 @@
+"""What holds of a drawn number before it is drawn: one of `torch.rand` lies in [0, 1), so ``torch.rand([]) < 0.0`` is no choice that depends on data.
+
+Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+__all__ = ["decided"]
+
+_BELOW: Final = frozenset({"lt", "le"})
+_MIRRORED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+_OPERATORS: Final[dict[Any, str]] = {getattr(operator, name): name for name in _MIRRORED} | {getattr(torch, name): name for name in _MIRRORED}
+
+
+def decided(node: fx.Node | None) -> bool | None:
+    """The truth of a comparison of one uniform number with a number, where it is the same whatever is drawn; None where it is not, and of other nodes."""
+    name = None if node is None else _OPERATORS.get(node.target, node.target)
+    if node is None or name not in _MIRRORED or len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    if _uniform(b):
+        a, b, name = b, a, _MIRRORED[name]
+    if not _uniform(a) or isinstance(b, bool) or not isinstance(b, (int, float)):
+        return None
+    below = name in _BELOW
+    if b >= 1:
+        return below
+    if b < 0 or (b == 0 and name in ("lt", "ge")):
+        return not below
+    return None
+
+
+def _uniform(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is torch.rand and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].numel() == 1
