@@ -660,7 +660,7 @@ class LayerDrop(nn.Module):
     ("drop", "dropped"),
     [
         (lambda p: p < 0.0, False), (lambda p: p < -0.5, False), (lambda p: p >= 0, True), (lambda p: p < 1, True), (lambda p: p <= 1.0, True),
-        (lambda p: p > 1, False), (lambda p: 0.0 > p, False), (lambda p: torch.lt(p, 0.0), False), (lambda p: p.gt(1.5), False),
+        (lambda p: p > 1, False), (lambda p: torch.lt(p, 0.0), False), (lambda p: p.gt(1.5), False),
         (lambda p: p < 0.5, None), (lambda p: p > 0, None), (lambda p: p + 1 < 0, None), (lambda p: p < p, None),
     ],
 )  # fmt: skip

@@ -118,7 +118,7 @@ def test_mpirun_dies(folder: Path) -> None:
     path = write_script(folder, "sleep()")
     with Launched(folder, "--nproc_per_node", 2, "--backend", "mpi", path) as launcher:
         launcher.wait_for("here.*", 2)
-        (mpirun,) = [pid for pid in alive(folder) if Path(f"/proc/{pid}/exe").resolve().name in ("mpirun", "prterun", "prte", "mpiexec")]
+        (mpirun,) = [pid for pid in alive(folder) if Path(f"/proc/{pid}/exe").resolve().name in ("mpirun", "orterun", "prterun", "prte", "mpiexec")]
         os.kill(mpirun, signal.SIGKILL)
         assert launcher.code(20) != 0
         launcher.says(r"mpirun was ended by SIGKILL \(signal 9\)\n.*the 2 ranks that it connected had to end with it")
