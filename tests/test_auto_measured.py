@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from test_auto_candidates import Attention, Pictures
 from torch import nn
 
 import globaltensor as flow
+from globaltensor.auto import whole
 from globaltensor.auto.calibration import _affordable, _batches, ops_of
 from globaltensor.auto.calls import Calls
 from globaltensor.auto.candidates import Candidates, Menu
@@ -21,6 +23,7 @@ from globaltensor.auto.measured import op_key, parts
 from globaltensor.auto.prices import Prices
 from globaltensor.auto.trace import calls_of_model
 from globaltensor.cluster import Cluster
+from globaltensor.cluster.measured import Curve
 from globaltensor.placement import Placement
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import split as S
@@ -140,6 +143,78 @@ def test_all_ranks_get_the_same_cluster() -> None:
     assert (mine, cost, bound) == other
     assert any(key.startswith("linear(float32[2, 8]") and forward > 0 and backward > 0 for key, (forward, backward) in mine.items())
     assert bound <= cost * (1 + 1e-9)
+
+
+def whole_steps(steps: bool) -> tuple[Any, ...]:
+    torch.manual_seed(3)
+    model, found = Linears(), []
+    before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    kept = whole.factors
+    whole.factors = lambda steps: found.append((steps, kept(steps))) or kept(steps)  # type: ignore[func-returns-value]
+    try:
+        cluster = flow.auto.calibrate(model, torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=2.0, steps=steps)
+    finally:
+        whole.factors = kept
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(v, before[k]) and not isinstance(v, flow.GlobalTensor) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    return cluster.launch, cluster.kernel, found
+
+
+def test_whole_steps_stretch_the_cluster() -> None:
+    """What is fitted to the steps of plans that compute and move unlike much, the same on every rank; the model stays as it was."""
+    (launch, kernel, found), other = run_on(2, whole_steps, True)
+    assert (launch, kernel, found) == other
+    ((steps, (computing, moving)),) = found
+    assert len(steps) == len(whole._WAYS)
+    assert all(s.computing > 0 and s.measured > 0 for s in steps)
+    assert len({round(s.moving, 9) for s in steps}) > 2
+    assert (launch, kernel) == pytest.approx((Cluster().launch * moving, Cluster().kernel * computing))
+    for launch, kernel, found in run_on(2, whole_steps, False):
+        assert (launch, kernel, found) == (Cluster().launch, Cluster().kernel, [])
+
+
+class Choosy(torch.nn.Linear):
+    """Its steps can only be run on rows that add up to something."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return torch.linalg.cholesky(out.T @ out * 0)  # of numbers: fails; of shapes: does not
+
+
+def strange() -> tuple[float, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cluster = flow.auto.calibrate(Choosy(8, 8), torch.empty(4, 8, device="meta"), Cluster(size=2), (2,), seconds=1.0)
+    return cluster.launch, [str(w.message) for w in caught if "calibrate" in str(w.message)]
+
+
+def test_a_model_whose_steps_fail_is_calibrated_by_its_calls() -> None:
+    for launch, said in run_on(2, strange):
+        assert launch == Cluster().launch
+        assert len(said) == len(whole._WAYS)
+        assert "steps of the plan 'data parallel' could not be run, and are left out" in "".join(said)
+
+
+@pytest.mark.parametrize(("computing", "moving"), [(1.3, 1.7), (0.6, 2.0), (2.0, 0.7)])
+def test_factors_are_found_again(computing: float, moving: float) -> None:
+    draw = np.random.default_rng(0)
+    steps = [whole.Step(c, m, computing * c + moving * m) for c, m in draw.uniform(0.1, 2.0, size=(7, 2))]
+    assert whole.factors(steps) == pytest.approx((computing, moving), rel=0.12)
+    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
+    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(), Cluster.preset("dgx-h100", 2), Cluster(measured=(Curve("all_reduce", 2, 1, ((1024, 1e-4), (1 << 20, 2e-3))),))])
+def test_stretched_times(cluster: Cluster) -> None:
+    longer, ranks = cluster.stretched(1.5, 2.0), 2
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"):
+        for nbytes in (0, 4096, 1 << 22):
+            assert longer.seconds(kind, nbytes, ranks) == pytest.approx(2.0 * cluster.seconds(kind, nbytes, ranks))
+    for flops, nbytes in ((0.0, 1 << 20), (1e9, 1 << 10)):
+        assert longer.compute(flops, nbytes) == pytest.approx(1.5 * cluster.compute(flops, nbytes))
+    assert cluster.with_ops({"a": (1.0, 2.0)}).stretched(1.5, 9.0).op("a") == (1.5, 3.0)
+    assert cluster.stretched(1.0, 1.0) == cluster
 
 
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:

@@ -31,7 +31,7 @@ from .formulate import Options
 from .search import Found, search
 from .trace import captured_calls
 
-__all__ = ["chosen", "follow", "lay", "options_of", "states_of", "wanted_by"]
+__all__ = ["chosen", "follow", "lay", "of_first_rank", "options_of", "states_of", "wanted_by"]
 
 #: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it take it as it lies.
 _LAID = "_laid_for_training"
@@ -93,17 +93,17 @@ def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: f
 def chosen(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fixed: Mapping[str, Any], states: float) -> Found:
     """The best plan under a mode of memory, the same on every rank. Collective; a rank where it fails is to tell the others by `agree`."""
     options, saved = options_of(auto, cluster, fixed, states), MEMORY[auto.memory]
-    found = search(calls, cluster, mesh, options, agreed=_of_first_rank, compared=not saved)
+    found = search(calls, cluster, mesh, options, agreed=of_first_rank, compared=not saved)
     if not saved:
         return found
-    least = _of_first_rank(found.formulation.least_memory())
+    least = of_first_rank(found.formulation.least_memory())
     if least is None:
         least = found.plan.memory  # how much less would do was not found in the time: none is saved
     limit = round(found.plan.memory - saved * (found.plan.memory - least))
-    return search(calls, cluster, mesh, dataclasses.replace(options, memory=max(limit, least)), agreed=_of_first_rank)
+    return search(calls, cluster, mesh, dataclasses.replace(options, memory=max(limit, least)), agreed=of_first_rank)
 
 
-def _of_first_rank(found: Any) -> Any:
+def of_first_rank(found: Any) -> Any:
     """What rank 0 has found. Raises Left where another rank has failed, and told so by `agree`."""
     here = world()
     if here.size == 1:

@@ -10,13 +10,16 @@ import torch
 
 from ..cluster import Cluster
 from ..distributed.world import world
+from ..graph.nest import tensors_in
 from ..placement import Placement
 from ..profiling import measure_ops
+from ..wrapper import GlobalTensor
 from .api import calls_of, cluster_of, mesh_of
 from .calls import Call, Calls, Value
 from .candidates import Candidates, Menu
 from .measured import Shape, local_call, op_key, parts
 from .prices import Prices
+from .whole import within_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]
 
@@ -45,11 +48,17 @@ def calibrate(
     *,
     seconds: float = 30.0,
     kwargs: Mapping[str, Any] | None = None,
+    steps: bool = True,
 ) -> Cluster:
     """``cluster`` with the measured times of a model's calls, on parts of all shapes that they may have on this mesh: what `plan` then counts by.
 
     All ranks of the world must call it with the same arguments and get the same numbers: all of them measure at once, as in a step they would compute at once.
     It takes about ``seconds``: calls that by the model of the cluster matter most are measured first, and those for which there is no time are left to it.
+
+    A third of the time goes into whole training steps of a few plans, on copies of the model: within a step calls and moves take longer than alone, and the
+    cluster's times are stretched as these steps say (whole.py). Not for a graph, a model on the meta device or of global tensors, and a mesh that is not of
+    as many ranks as the world; nor with ``steps=False``. Inputs on the meta device are drawn, numbers of classes are 0 then.
+
     Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values.
     """
     found = cluster_of(cluster)
@@ -57,12 +66,38 @@ def calibrate(
     calls, where = calls_of(model_or_graph, args, kwargs), mesh_of(mesh, found)
     menu = Menu(Prices(found, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
-    batches = list(_batches(_affordable(ops_of(calls, where, candidates, found), seconds)))
+    runs = steps and calls.training and _can_run(model_or_graph, where)
+    own = seconds * 2 / 3 if runs else seconds
+    batches = list(_batches(_affordable(ops_of(calls, where, candidates, found), own)))
     whole = sum(map(_takes, (op for batch in batches for op in batch)))
     between = _touched(calls)
-    for batch in batches:
-        found = measure_ops(found, [(op.key, op.make, op.grad) for op in batch], seconds * sum(map(_takes, batch)) / whole, between)
-    return found
+    for batch in map(_running, batches):
+        found = measure_ops(found, [(op.key, op.make, op.grad) for op in batch], own * sum(map(_takes, batch)) / whole, between)
+    return within_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own) if runs else found
+
+
+def _can_run(model: Any, mesh: Placement) -> bool:
+    """Whether there is a model whose steps these ranks can run."""
+    if not isinstance(model, torch.nn.Module) or len(mesh.flat) != world().size:
+        return False
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(t.requires_grad for t in tensors) and not any(t.is_meta or isinstance(t, GlobalTensor) for t in tensors)
+
+
+def _running(ops: Sequence[Measurable]) -> list[Measurable]:
+    """Those that every rank can run on numbers that are drawn: not all calls take any (a matrix that has to be positive, an index into less)."""
+    able = []
+    for op in ops:
+        try:
+            function, args, _ = op.make()
+            with torch.set_grad_enabled(op.grad):
+                outs = [t for t in tensors_in(function(*args), []) if t.requires_grad]
+            torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
+            able.append(True)
+        except Exception:
+            able.append(False)
+    everyone = world().comm(tuple(range(world().size))).all_gather_object(able) if world().size > 1 else [able]
+    return [op for op, *flags in zip(ops, *everyone, strict=True) if all(flags)]
 
 
 def _touched(calls: Calls) -> int:

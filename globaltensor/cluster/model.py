@@ -205,6 +205,22 @@ class Cluster:
         """With these times of ops beside those it has; newer ones win."""
         return replace(self, ops={**self.ops, **ops})
 
+    def stretched(self, computing: float, moving: float) -> Cluster:
+        """Where calls take ``computing`` times as long, and moves between ranks ``moving`` times.
+
+        >>> c = Cluster().stretched(1.5, 2.0)
+        >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), c.compute(1e9, 0) / Cluster().compute(1e9, 0)
+        (2.0, 1.5)
+        """
+        curves = (replace(c, points=tuple((n, s * (computing if c.kind == "copy" else moving)) for n, s in c.points)) for c in self.measured)
+        return replace(
+            self, kernel=self.kernel * computing, flops={k: rate / computing for k, rate in self.flops.items()}, measured=tuple(curves),
+            memory_latency=self.memory_latency * computing, memory_bandwidth=self.memory_bandwidth / computing,
+            ops={k: (f * computing, b * computing) for k, (f, b) in self.ops.items()},
+            **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message", "skew")},
+            **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth", "node_stream")},
+        )  # fmt: skip
+
     @classmethod
     def preset(cls, name: str, nodes: int = 1, **changes: object) -> Cluster:
         """A known machine, ``nodes`` of them joined; ``changes``: other fields. Raises ValueError for an unknown name, listing those there are."""

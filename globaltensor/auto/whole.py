@@ -1,0 +1,183 @@
+"""Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
+
+In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
+ranks). So a few plans that compute and move unlike much are run on a copy of the model, and two factors are fitted to what their steps take.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..cluster import Cluster, current_cluster, use_cluster
+from ..distributed.world import world
+from ..graph.graph import Graph
+from ..graph.nest import replaced, tensors_in
+from ..placement import Placement
+from ..sbp import Sbp, broadcast, split
+from ..wrapper import GlobalTensor
+from . import arrange
+from .api import recipes_of
+from .candidates import Menu, fills
+from .planned import PlanError
+from .prices import Prices
+from .search import Found, data_parallel, search
+
+__all__ = ["Step", "factors", "within_steps"]
+
+_ROW = 4  # steps in a row, as training makes them
+_ROUNDS = 3  # at least
+_SEARCH = 5.0  # seconds for the plan of each
+_ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
+_LEAST, _MOST = 0.5, 4.0
+
+Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
+
+
+class Step(NamedTuple):
+    """Seconds of one plan's step: of computing and moving by the model of the cluster, and measured."""
+
+    computing: float
+    moving: float
+    measured: float
+
+
+def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
+    """``cluster`` with times as they are within steps of this model. What cannot be run as a step is left out, with a warning; where nothing can, nothing
+    changes. Collective among all ranks, which are those of the mesh."""
+    with torch.random.fork_rng(devices=[]), use_cluster(cluster):
+        steps = _measured(model, args, kwargs, mesh, seconds)
+    return cluster.stretched(*factors(steps)) if steps else cluster
+
+
+def factors(steps: Sequence[Step]) -> tuple[float, float]:
+    """By what computing and moving have to be multiplied to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell the
+    two apart they are alike.
+
+    >>> a, b = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5)])
+    >>> round(a, 1), round(b, 1)
+    (1.5, 2.0)
+    """
+    rows = [[s.computing / s.measured, s.moving / s.measured] for s in steps]
+    found = np.linalg.lstsq(np.array([*rows, [_ALIKE, -_ALIKE]]), np.array([1.0] * len(rows) + [0.0]), rcond=None)[0]
+    return tuple(float(min(max(f, _LEAST), _MOST)) for f in found)  # type: ignore[return-value]
+
+
+def _recipe(name: str) -> Fixed:
+    return lambda graph, calls, mesh: recipes_of(graph, calls, mesh)[name]
+
+
+def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+    inputs = {v.name for v in calls.values if v.state == "input"}
+    return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if path not in inputs}
+
+
+def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+    """Each parameter otherwise than the one before: much moves that no good plan would move."""
+    menu, found = Menu(Prices(current_cluster(), mesh), True), {}
+    for k, v in enumerate(calls.parameters):
+        states = menu.states(v, True)
+        found[v.path] = (states[k % len(states)],)
+    return found
+
+
+#: How batch and parameters lie: some of what is to be compared, with little and with much to compute and to move.
+_WAYS: Mapping[str, tuple[Sbp, Fixed]] = {
+    "the best": (split(0), lambda graph, calls, mesh: {}),
+    "the best, batch whole": (broadcast, lambda graph, calls, mesh: {}),
+    "data parallel": (split(0), _data),
+    "tensor parallel": (broadcast, _recipe("tensor parallel")),
+    "fully sharded": (split(0), _recipe("fully sharded (ZeRO-3)")),
+    "each otherwise": (split(0), _in_turn),
+    "each otherwise, batch whole": (broadcast, _in_turn),
+}
+
+
+class _Training(Graph):
+    """A step of a model under one plan."""
+
+    def __init__(self, model: torch.nn.Module, fixed: Fixed) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
+        self.config.enable_auto_parallel()
+        self.config.enable_auto_memory("Disable")
+        arrange.follow(self, functools.partial(_chosen, functools.partial(fixed, self)))
+
+    def build(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = _loss(self.model(*args, **kwargs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _loss(out: Any) -> torch.Tensor:
+    """Something to start from: the loss that a model gives, or the sum of its first result."""
+    found = getattr(out, "loss", None)
+    if found is None:
+        found = next((t for t in tensors_in(out, []) if t.requires_grad), None)
+    if not isinstance(found, torch.Tensor):
+        raise PlanError("no result of the model has a gradient")
+    return found if not found.dim() else found.float().sum()
+
+
+def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
+    where = Placement(current_cluster().device, mesh.ranks)
+    graphs: list[tuple[_Training, Any, Any, Any]] = []
+    for name, (batch, fixed) in _WAYS.items():
+        try:
+            whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
+            graph = _Training(whole, fixed)
+            given = replaced((args, dict(kwargs)), iter([_real(t, where, batch) for t in tensors_in((args, dict(kwargs)), [])]))
+            graph(*given[0], **given[1])
+            graphs.append((graph, *given, graph.auto_plan().spent))
+        except Exception as error:  # of the model, perhaps, on inputs that are not the user's
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=5)
+    times = _timed([(lambda g=g, a=a, k=k: g(*a, **k).item()) for g, a, k, _ in graphs], seconds)  # type: ignore[misc]
+    return [Step(s["computing"] + s["updating"], s["moving"] - s["hidden"], t) for (*_, s), t in zip(graphs, times, strict=True)]
+
+
+def _chosen(
+    fixed: Callable[[Any, Placement], Mapping[str, Any]], calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float
+) -> Found:
+    options = arrange.options_of(auto, cluster, {**fixed(calls, mesh), **given}, states)
+    return search(calls, cluster, mesh, dataclasses.replace(options, memory=None), _SEARCH, agreed=arrange.of_first_rank, compared=False)
+
+
+def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
+    """An input of this shape, the same on every rank."""
+    if t.device.type == "meta":
+        t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
+    whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
+    layout = (batch,) * where.axes
+    return whole.to_global(sbp=list(layout)) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
+
+
+def _timed(steps: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Seconds of a step of each, in turn, the median over rounds and the mean over ranks: so many rounds as there is time for."""
+    everyone = world().comm(tuple(range(world().size)))
+    found: list[list[float]] = [[] for _ in steps]
+    rounds, began = itertools.count(1), time.perf_counter()
+    for round_ in rounds:
+        for times, step in zip(found, steps, strict=True):
+            step()  # the one before was another's
+            started = time.perf_counter()
+            for _ in range(_ROW):
+                step()
+            times.append((time.perf_counter() - started) / _ROW)
+        spent = max(everyone.all_gather_object(time.perf_counter() - began)) if world().size > 1 else time.perf_counter() - began
+        if round_ >= _ROUNDS and spent * (round_ + 1) / round_ > seconds:
+            break
+    mine = [statistics.median(times) for times in found]
+    of_all = everyone.all_gather_object(mine) if world().size > 1 else [mine]
+    return [statistics.mean(column) for column in zip(*of_all, strict=True)]
