@@ -202,7 +202,7 @@ def test_factors_are_found_again(computing: float, moving: float) -> None:
     steps = [whole.Step(c, m, computing * c + moving * m) for c, m in draw.uniform(0.1, 2.0, size=(7, 2))]
     assert whole.factors(steps) == pytest.approx((computing, moving), rel=0.12)
     assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
-    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (4.0, 4.0)
+    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0)
 
 
 @pytest.mark.parametrize("cluster", [Cluster(), Cluster.preset("dgx-h100", 2), Cluster(measured=(Curve("all_reduce", 2, 1, ((1024, 1e-4), (1 << 20, 2e-3))),))])

@@ -39,7 +39,7 @@ _ROW = 4  # steps in a row, as training makes them
 _ROUNDS = 3  # at least
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
-_LEAST, _MOST = 0.5, 4.0
+_LEAST, _MOST = 0.1, 10.0
 
 Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
 
