@@ -157,9 +157,9 @@ class _Exchanged:
     def of(cls, optimizer: Optimizer, mine_of: Any) -> _Exchanged | None:
         """None where tensors are among the settings, a rank steps a share of a parameter (ZeRO), or one has sat out this step with its state."""
         groups, held = optimizer.param_groups, optimizer.state
-        usual = all(p._shard is None and (p in held) == (p._local in mine_of) for group in groups for p in group["params"]) and None not in map(
-            _settings, groups
-        )
+        if None in map(_settings, groups):
+            return None
+        usual = all(p._shard is None and (p in held) == (p._local in mine_of) for group in groups for p in group["params"])
         return cls(groups, held, mine_of) if usual else None
 
     def _values(self) -> list[int]:

@@ -68,10 +68,10 @@ def calibrate(
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
     runs = steps and calls.training and _can_run(model_or_graph, where)
     own = seconds * 2 / 3 if runs else seconds
-    batches = list(_batches(_affordable(ops_of(calls, where, candidates, found), own)))
+    batches = [batch for batch in map(_running, _batches(_affordable(ops_of(calls, where, candidates, found), own))) if batch]
     whole = sum(map(_takes, (op for batch in batches for op in batch)))
     between = _touched(calls)
-    for batch in map(_running, batches):
+    for batch in batches:
         found = measure_ops(found, [(op.key, op.make, op.grad) for op in batch], own * sum(map(_takes, batch)) / whole, between)
     return within_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own) if runs else found
 

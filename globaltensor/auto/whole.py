@@ -156,7 +156,7 @@ def _chosen(
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
     """An input of this shape, the same on every rank."""
-    if t.device.type == "meta":
+    if t.is_meta or isinstance(t, GlobalTensor):
         t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
     whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
     layout = (batch,) * where.axes
