@@ -17,6 +17,7 @@ from support.mpi import needs_mpi, run_by_mpi
 from support.pool import RanksFailed
 
 import globaltensor as flow
+from globaltensor.distributed.mpi import work
 from globaltensor.errors import WorldError
 
 pytestmark = needs_mpi
@@ -317,6 +318,42 @@ def _started_early(full: bool) -> list[float]:
 @pytest.mark.parametrize("full", [False, True])
 def test_who_starts_early_goes_on(full: bool) -> None:
     assert run_by_mpi(2, _started_early, full) == [[6.0, 0.0], [6.0, 7.0]]
+
+
+class _Coming:
+    """An operation whose messages are on their way for ever."""
+
+    over, moves, moving, started = False, 0, True, 0.0
+
+    def __init__(self, roomy: bool) -> None:
+        self.roomy = roomy
+
+    def overdue(self, waited: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("roomy", "naps"), [(True, [1e-3]), (False, [1e-4, 1e-4, 1e-3])])
+def test_a_message_on_its_way_is_looked_at_again(roomy: bool, naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(work.time, "sleep", slept.append)
+    for waited in (0.5e-3, 5e-3, 0.5, 5.0):
+        work.Progress()._nap([_Coming(roomy)], waited)  # type: ignore[list-item]
+    assert slept == naps
+
+
+def _on_its_way() -> list[bool]:
+    """Of a sum that rank 1 starts later: whether rank 0's is on its way before, and at the end."""
+    later, big, first = dist.new_group(backend="gloo"), torch.ones(1 << 22), dist.get_rank() == 0
+    early = dist.all_reduce(big, async_op=True) if first else None
+    told = [early.moving] if early is not None else [False]
+    dist.barrier(later)
+    operation = early or dist.all_reduce(big, async_op=True)
+    operation.wait()
+    return [*told, operation.moving, bool((big == 2).all())]
+
+
+def test_whether_a_message_is_on_its_way() -> None:
+    assert run_by_mpi(2, _on_its_way) == [[False, False, True]] * 2
 
 
 def _in_inference_mode() -> float:

@@ -122,6 +122,10 @@ class Round:
                 self._requests.append(receive(team, message, status, address, want, source))
         return not arriving
 
+    def moving(self) -> bool:
+        """Whether all that is to be received has come, and is on its way."""
+        return not self._arriving and bool(self._requests)
+
     def awaited(self) -> list[int]:
         """The ranks, by their names, whose messages have not come yet."""
         return sorted({self._team.names[entry[0]] for entry in self._arriving})
@@ -205,6 +209,10 @@ class Letter:
             self.source = team.members.index(self._status.source)  # the other pieces are from the same rank
         self._requests.append(receive(team, message, self._status, at, want, self.source))
         return True
+
+    def moving(self) -> bool:
+        """As for a round."""
+        return not self._pieces and bool(self._requests)
 
     def awaited(self) -> list[int]:
         """As for a round."""

@@ -30,6 +30,8 @@ _YIELD: Final = 1e-3  # and then of letting others have the core between two loo
 _SHARE: Final = 0.05  # later: naps of this share of the time waited so far, so that a wait is at most so much too long
 _BESIDE: Final = 0.25  # the same, for the thread beside the computation
 _LONG_NAP: Final = 1e-3
+_SHORT_NAP: Final = 1e-4  # while a message is on its way: where the kernel does not copy it from process to process it goes in pieces, a few at each look
+_MOVING: Final = 1.0  # seconds of looking at it again at once, where there are cores for that
 _PATIENCE: Final = 1e-3  # seconds without a move for which a rank stays with what it started, where every core has its rank: a thread waits longer for one
 _LONG: Final = 0.1  # seconds of waiting after which to ask whether it takes too long, or somebody has left
 _LAZY: Final = 2e-3  # seconds after which the thread sees to single messages that nobody waits for
@@ -46,6 +48,9 @@ class Step(Protocol):
     def finished(self) -> bool: ...
 
     def awaited(self) -> list[int]: ...
+
+    def moving(self) -> bool:
+        """Whether messages are on their way, as far as this rank can know: all that it receives have come."""
 
     def abandon(self) -> None: ...
 
@@ -131,6 +136,18 @@ class Operation(dist.Work):
             self._step.abandon()
         self.over = True
 
+    @property
+    def moving(self) -> bool:
+        """Whether it goes on the quicker the more often somebody looks."""
+        step = self._step
+        return step is not None and step.moving()
+
+    @property
+    def roomy(self) -> bool:
+        """Whether there are cores for looking all the time, besides those of the computation."""
+        library = self._group.library
+        return not (library.full or library.crowded)
+
     def carry_on(self) -> bool:
         """Drive it as long as it moves, and a little longer -> whether it is over.
 
@@ -175,7 +192,10 @@ class Operation(dist.Work):
                 self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
-            time.sleep(min(_SHARE * waited, _LONG_NAP))
+            if self.moving and waited < _MOVING:
+                give_way()
+            else:
+                time.sleep(min(_SHARE * waited, _LONG_NAP))
 
     def tell(self) -> None:
         """Fulfil the future, if somebody asked for one. What hangs on it runs here."""
@@ -424,14 +444,15 @@ class Progress:
     def _nap(self, under_way: list[Operation], waited: float) -> None:
         if not under_way or waited < _SPIN:
             return
-        if waited < _YIELD:
-            give_way()
-            return
         if waited > _LONG:
             now = time.perf_counter()
             for operation in under_way:
                 operation.overdue(now - operation.started)
-        time.sleep(min(_BESIDE * waited, _LONG_NAP))
+        moving = any(operation.moving for operation in under_way)
+        if waited < (_MOVING if moving and under_way[0].roomy else _YIELD):
+            give_way()
+            return
+        time.sleep(min(_BESIDE * waited, _SHORT_NAP if moving and waited < _MOVING else _LONG_NAP))
 
 
 _progress: Progress | None = None
