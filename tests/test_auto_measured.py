@@ -14,7 +14,7 @@ from test_auto_candidates import Attention, Pictures
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto import whole
+from globaltensor.auto import calibration, whole
 from globaltensor.auto.calibration import _affordable, _batches, ops_of
 from globaltensor.auto.calls import Calls
 from globaltensor.auto.candidates import Candidates, Menu
@@ -172,6 +172,16 @@ def test_whole_steps_stretch_the_cluster() -> None:
     assert (launch, kernel) == pytest.approx((Cluster().launch * moving, Cluster().kernel * computing))
     for launch, kernel, found in run_on(2, whole_steps, False):
         assert (launch, kernel, found) == (Cluster().launch, Cluster().kernel, [])
+
+
+def test_steps_of_a_model_that_fills_memory_are_not_run() -> None:
+    model, nbytes = Linears(), sum(p.nbytes for p in Linears().parameters())
+    one = Placement("cpu", [0])
+    assert calibration._can_run(model, one, 2 * whole.COPIES * nbytes)
+    assert not calibration._can_run(model, one, 2 * whole.COPIES * nbytes - 1)
+    assert not calibration._can_run(model, MESH, 1 << 40)  # of more ranks than there are
+    assert not calibration._can_run(Linears().to("meta"), one, 1 << 40)
+    assert not calibration._can_run(Linears().requires_grad_(False), one, 1 << 40)
 
 
 class Choosy(torch.nn.Linear):

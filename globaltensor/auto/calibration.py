@@ -19,13 +19,14 @@ from .calls import Call, Calls, Value
 from .candidates import Candidates, Menu
 from .measured import Shape, local_call, op_key, parts
 from .prices import Prices
-from .whole import within_steps
+from .whole import COPIES, within_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]
 
 _TOGETHER = 1 << 28  # bytes of operands that are there at a time
 _TIMES = 16  # how often a call runs at least while it is measured
 _LEAST = 4e-3  # seconds that each of these runs takes at least, of both passes
+_UNKNOWN = 16 << 30  # bytes that a rank is taken to have where the cluster does not say
 
 
 class Measurable(NamedTuple):
@@ -56,8 +57,9 @@ def calibrate(
     It takes about ``seconds``: calls that by the model of the cluster matter most are measured first, and those for which there is no time are left to it.
 
     A third of the time goes into whole training steps of a few plans, on copies of the model: within a step calls and moves take longer than alone, and the
-    cluster's times are stretched as these steps say (whole.py). Not for a graph, a model on the meta device or of global tensors, and a mesh that is not of
-    as many ranks as the world; nor with ``steps=False``. Inputs on the meta device are drawn, numbers of classes are 0 then.
+    cluster's times are stretched as these steps say (whole.py). Not for a graph, a model on the meta device or of global tensors, one whose copies with their
+    optimizers (28 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
+    Inputs on the meta device are drawn, numbers of classes are 0 then.
 
     Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values.
     """
@@ -66,7 +68,7 @@ def calibrate(
     calls, where = calls_of(model_or_graph, args, kwargs), mesh_of(mesh, found)
     menu = Menu(Prices(found, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
-    runs = steps and calls.training and _can_run(model_or_graph, where)
+    runs = steps and calls.training and _can_run(model_or_graph, where, found.memory or _UNKNOWN)
     own = seconds * 2 / 3 if runs else seconds
     batches = [batch for batch in map(_running, _batches(_affordable(ops_of(calls, where, candidates, found), own))) if batch]
     whole = sum(map(_takes, (op for batch in batches for op in batch)))
@@ -76,12 +78,14 @@ def calibrate(
     return within_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own) if runs else found
 
 
-def _can_run(model: Any, mesh: Placement) -> bool:
-    """Whether there is a model whose steps these ranks can run."""
+def _can_run(model: Any, mesh: Placement, memory: int) -> bool:
+    """Whether there is a model whose steps these ranks can run, each rank with all copies of it in half of its memory."""
     if not isinstance(model, torch.nn.Module) or len(mesh.flat) != world().size:
         return False
     tensors = [*model.parameters(), *model.buffers()]
-    return any(t.requires_grad for t in tensors) and not any(t.is_meta or isinstance(t, GlobalTensor) for t in tensors)
+    if not any(t.requires_grad for t in tensors) or any(t.is_meta or isinstance(t, GlobalTensor) for t in tensors):
+        return False
+    return COPIES * sum(t.nbytes for t in tensors) <= memory / 2
 
 
 def _running(ops: Sequence[Measurable]) -> list[Measurable]:

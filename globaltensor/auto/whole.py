@@ -33,7 +33,7 @@ from .planned import PlanError
 from .prices import Prices
 from .search import Found, data_parallel, search
 
-__all__ = ["Step", "factors", "within_steps"]
+__all__ = ["COPIES", "Step", "factors", "within_steps"]
 
 _ROW = 4  # steps in a row, as training makes them
 _ROUNDS = 3  # at least
@@ -101,6 +101,10 @@ _WAYS: Mapping[str, tuple[Sbp, Fixed]] = {
     "each otherwise": (split(0), _in_turn),
     "each otherwise, batch whole": (broadcast, _in_turn),
 }
+
+
+#: How often a model is there at most: under each plan its parameters, gradients and two states.
+COPIES = 4 * len(_WAYS)
 
 
 class _Training(Graph):
