@@ -517,17 +517,10 @@ def test_gradients_that_somebody_looks_at_are_owed_nothing(loss: Loss) -> None:
     simulate(3, body)
 
 
-class Accumulating(flow.nn.Graph):
+class Accumulating(Once):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        super().__init__(model)
         self.config.set_gradient_accumulation_steps(2)
-
-    def build(self, x: Any, y: Any) -> Any:
-        loss = mean_loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 def test_micro_batches_each_have_their_own_count() -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ from ..distributed.world import world
 from ..graph.graph import Graph
 from ..graph.nest import replaced, tensors_in
 from ..placement import Placement
+from ..profiling.clock import Case, Clock
 from ..sbp import Sbp, broadcast, split
 from ..wrapper import GlobalTensor
 from . import arrange
@@ -35,8 +33,7 @@ from .search import Found, data_parallel, search
 
 __all__ = ["COPIES", "Step", "factors", "within_steps"]
 
-_ROW = 4  # steps in a row, as training makes them
-_ROUNDS = 3  # at least
+_ROW = 4  # steps in a row
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
 _LEAST, _MOST = 0.1, 10.0
@@ -164,24 +161,16 @@ def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
         t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
     whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
     layout = (batch,) * where.axes
-    return whole.to_global(sbp=list(layout)) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
+    return whole.to_global(sbp=layout) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
 
 
 def _timed(steps: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Seconds of a step of each, in turn, the median over rounds and the mean over ranks: so many rounds as there is time for."""
-    everyone = world().comm(tuple(range(world().size)))
-    found: list[list[float]] = [[] for _ in steps]
-    rounds, began = itertools.count(1), time.perf_counter()
-    for round_ in rounds:
-        for times, step in zip(found, steps, strict=True):
-            step()  # the one before was another's
-            started = time.perf_counter()
-            for _ in range(_ROW):
-                step()
-            times.append((time.perf_counter() - started) / _ROW)
-        spent = max(everyone.all_gather_object(time.perf_counter() - began)) if world().size > 1 else time.perf_counter() - began
-        if round_ >= _ROUNDS and spent * (round_ + 1) / round_ > seconds:
-            break
-    mine = [statistics.median(times) for times in found]
-    of_all = everyone.all_gather_object(mine) if world().size > 1 else [mine]
-    return [statistics.mean(column) for column in zip(*of_all, strict=True)]
+    """Seconds of a step of each, some in a row, as training makes them; the one before those was another plan's."""
+    clock = Clock(world().device(current_cluster().device))
+    found = clock.time([Case(i, 0, functools.partial(_row, step), step, _ROW) for i, step in enumerate(steps)], seconds) if steps else {}
+    return [found[i] for i in range(len(steps))]
+
+
+def _row(step: Callable[[], object]) -> None:
+    for _ in range(_ROW):
+        step()
