@@ -85,6 +85,42 @@ def test_on_whole_tensors_with_gradients(sbp: Any) -> None:
     simulate(2, on_ranks)
 
 
+def _of_itself(y: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        z = y.detach()
+        y.clamp_(0)
+    return y, z
+
+
+#: What writes into a tensor, or into one detached from it -> both.
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "detached": lambda y: (y, y.detach().clamp_(0)),
+    "data": lambda y: (y, y.data.add_(1)),
+    "detached twice": lambda y: (y, y.detach().detach().masked_fill_(torch.arange(4) > 1, 2.0)),
+    "foreach": lambda y: (y, torch._foreach_clamp_min_([z := y.detach()], 0.0) and z),
+    "recorded": lambda y: (z := y.detach(), y.clamp_(0))[::-1],
+    "not recorded": _of_itself,
+}
+
+
+@pytest.mark.parametrize("write", SHARED)
+def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
+    """Clamping cannot be done on parts of a sum: they move, and both tensors with them."""
+
+    def step(x: Any, w: Any) -> Any:
+        x = x.detach().requires_grad_()
+        y = x @ w
+        y, z = SHARED[write](y)
+        y.square().sum().backward()
+        return y.detach(), z, x.grad, z.sum()
+
+    def on_ranks() -> None:
+        for got, want in zip(step(on(values(5, 3), S(1)), on(values(3, 4), S(0))), step(values(5, 3), values(3, 4)), strict=True):
+            torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "fill_": lambda x: x.fill_(-2),
     "fill_ of a tensor": lambda x: x.fill_(x.new_tensor(-2)),
