@@ -98,7 +98,7 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "data": lambda y: (y, y.data.add_(1)),
     "detached twice": lambda y: (y, y.detach().detach().masked_fill_(torch.arange(4) > 1, 2.0)),
     "foreach": lambda y: (y, torch._foreach_clamp_min_([z := y.detach()], 0.0) and z),
-    "recorded": lambda y: (z := y.detach(), y.clamp_(0))[::-1],
+    "recorded": lambda y: (y.detach(), y.clamp_(0))[::-1],
     "not recorded": _of_itself,
 }
 
