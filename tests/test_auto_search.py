@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from globaltensor.auto import minplus
 from globaltensor.auto.batches import Batches
 from globaltensor.auto.calls import Calls
 from globaltensor.auto.everything import Space, _Search, everything
@@ -110,7 +111,9 @@ def test_meshes_keep_to_nodes() -> None:
 # ---------------------------------------------------------------------------------------------------------------- min-plus
 
 
-def test_elimination_is_exhaustive_search() -> None:
+@pytest.mark.parametrize("kept_whole", [0, 1 << 18])
+def test_elimination_is_exhaustive_search(kept_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minplus, "_LATER", kept_whole)
     rng = np.random.default_rng(1)
     for _ in range(60):
         sizes = {v: int(rng.integers(1, 4)) for v in range(6)}

@@ -189,7 +189,8 @@ def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], 
 
 def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout | None:
     """The layout as specs have it; None where some rank would have nothing of it."""
-    layout = Spec.make(value.shape, value.dtype, mesh, entries).layout
+    plain = all(e.unit == 1 for e in entries)  # such a layout is as specs have it
+    layout = tuple(entries) if plain else Spec.make(value.shape, value.dtype, mesh, entries).layout
     return layout if fills(value.shape, layout, mesh) else None
 
 

@@ -10,9 +10,10 @@ Here factors are of any number of variables, some variables are kept, so that th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ __all__ = ["Eliminated", "Factor", "TooWide", "eliminate"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Factor = tuple[tuple[int, ...], Array]
+_LATER: Final = 1 << 18  # entries of a table that is kept until options are asked for: finding the least entry is quick, finding where it stands is not
 
 
 class TooWide(Exception):
@@ -28,8 +30,8 @@ class TooWide(Exception):
 
 @dataclass(frozen=True)
 class Eliminated:
-    """``values``: the least sum for each combination of the variables kept, in their order. ``records``: what was eliminated, in order, with the variables
-    that its best option depends on."""
+    """``values``: the least sum for each combination of the variables kept, in their order. ``records``: what was eliminated, in order, the variables that its
+    best option depends on, and for each of its options (first axis) and theirs the sum that is minimised, or of wide ones the best option alone."""
 
     keep: tuple[int, ...]
     values: Array
@@ -39,54 +41,88 @@ class Eliminated:
         """variable -> its best option for each combination of those kept (arrays of the shape of ``values``)."""
         grid = np.indices(self.values.shape)
         found: dict[int, Array] = {v: grid[k] for k, v in enumerate(self.keep)}
-        for variable, others, best in reversed(self.records):
-            found[variable] = best[tuple(found[v] for v in others)] if others else np.broadcast_to(best, self.values.shape)
+        for variable, others, table in reversed(self.records):
+            where = tuple(found[v] for v in others)
+            if table.ndim == len(others):
+                best = table[where]
+            elif others and self.values.size * len(table) < table.size:
+                best = table[(slice(None), *where)].argmin(0)
+            else:
+                best = table.argmin(0)[where]
+            found[variable] = np.broadcast_to(best, self.values.shape)
         return found
 
 
 def eliminate(sizes: Mapping[int, int], factors: Sequence[Factor], keep: Sequence[int], most: int = 1 << 26) -> Eliminated:
     """Minimise the sum of ``factors`` over all variables of ``sizes`` but ``keep``. Raises TooWide beyond ``most`` entries of a joined table."""
-    tables: dict[int, Factor] = dict(enumerate(factors))
+    order = _order(tuple(variables for variables, _ in factors), tuple(sorted(sizes.items())), tuple(keep))
+    widest = max((math.prod(join.shape) for join in order[:-1]), default=0)
+    if widest > most:
+        raise TooWide(f"a table of {widest} entries")
+    tables, records = [table for _, table in factors], []
+    for join in order[:-1]:
+        joined = _join(tables, join)
+        tables.append(joined.min(0))
+        records.append((join.variables[0], join.variables[1:], joined if joined.size <= _LATER else np.asarray(joined.argmin(0))))
+    return Eliminated(tuple(keep), _join(tables, order[-1]), tuple(records))
+
+
+class _Join(NamedTuple):
+    """Tables that are added up: their numbers, the order that their dims are to come in, and the shape that they then have among these variables."""
+
+    variables: tuple[int, ...]
+    shape: tuple[int, ...]
+    tables: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=1 << 10)
+def _order(stands: tuple[tuple[int, ...], ...], of: tuple[tuple[int, int], ...], keep: tuple[int, ...]) -> tuple[_Join, ...]:
+    """What is joined for each variable in turn, it first among the variables of the join, and at the end for those kept. Each join makes one more table, of all
+    its variables but the first. Next is always the variable whose join is smallest."""
+    sizes, tables = dict(of), list(stands)
     inside: dict[int, set[int]] = {v: set() for v in sizes}
-    for number, (variables, _) in tables.items():
+    for number, variables in enumerate(tables):
         for v in variables:
             inside[v].add(number)
-    next_number, records = len(tables), []
+
+    def around(v: int) -> set[int]:
+        return {u for number in inside[v] for u in tables[number]} - {v}
+
+    def entries(v: int) -> int:
+        return math.prod(sizes[u] for u in near[v]) * sizes[v]
+
+    def join(variables: tuple[int, ...], numbers: Iterable[int]) -> _Join:
+        found = []
+        for number in sorted(numbers, key=lambda n: (math.prod(sizes[v] for v in tables[n]), n)):
+            have = tables[number]
+            places = sorted(range(len(have)), key=lambda k: variables.index(have[k]))
+            found.append((number, tuple(places), tuple(sizes[v] if v in have else 1 for v in variables)))
+        return _Join(variables, tuple(sizes[v] for v in variables), tuple(found))
+
     left = set(sizes) - set(keep)
-    near = {v: _near(v, inside, tables) for v in left}
-    weight = {v: math.prod(sizes[n] for n in near[v]) * sizes[v] for v in left}
+    near = {v: around(v) for v in left}
+    weight = {v: entries(v) for v in left}
+    steps, standing = [], set(range(len(tables)))
     while left:
         v = min(left, key=lambda u: (weight[u], u))
-        if weight[v] > most:
-            raise TooWide(f"a table of {weight[v]} entries")
         others = tuple(sorted(near[v]))
-        joined = _join([tables.pop(n) for n in sorted(inside[v])], (*others, v), sizes)
-        best = joined.argmin(-1)
-        least = np.take_along_axis(joined, best[..., None], -1)[..., 0]
-        records.append((v, others, best))
-        left.discard(v)
         gone = inside.pop(v)
-        tables[next_number] = (others, least)
+        steps.append(join((v, *others), gone))
+        standing = standing - gone | {len(tables)}
+        left.discard(v)
         for u in others:
-            inside[u] -= gone
-            inside[u].add(next_number)
-        next_number += 1
+            inside[u] = inside[u] - gone | {len(tables)}
+        tables.append(others)
         for u in others:
             if u in left:
-                near[u] = _near(u, inside, tables)
-                weight[u] = math.prod(sizes[n] for n in near[u]) * sizes[u]
-    return Eliminated(tuple(keep), _join(list(tables.values()), tuple(keep), sizes), tuple(records))
+                near[u] = around(u)
+                weight[u] = entries(u)
+    return *steps, join(keep, standing)
 
 
-def _near(v: int, inside: Mapping[int, set[int]], tables: Mapping[int, Factor]) -> set[int]:
-    return {u for number in inside[v] for u in tables[number][0]} - {v}
-
-
-def _join(factors: Sequence[Factor], variables: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """The sum of tables, over these variables."""
-    total = np.zeros([sizes[v] for v in variables])
-    for have, table in sorted(factors, key=lambda f: f[1].size):
-        order = sorted(range(len(have)), key=lambda k: variables.index(have[k]))
-        shape = [sizes[v] if v in have else 1 for v in variables]
-        total += table.transpose(order).reshape(shape)
-    return total
+def _join(tables: Sequence[Array], join: _Join) -> Array:
+    """Their sum. The small ones are added up among themselves before they meet the wide ones."""
+    total: Array = np.zeros([1] * len(join.shape))
+    for number, places, shape in join.tables:
+        total = np.add(total, tables[number].transpose(places).reshape(shape), order="C")
+    return total if total.shape == join.shape else np.broadcast_to(total, join.shape)

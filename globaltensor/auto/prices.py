@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..boxing.moves import Layout, neighbours
-from ..boxing.prices import prices_of
+from ..boxing.prices import RELAID, prices_of
 from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import Sbp, broadcast, dual, partial_sum
@@ -41,6 +41,7 @@ class Prices:
         self._tables: dict[Any, tuple[dict[Layout, int], Table]] = {}
         self._fibers: dict[tuple[int, ...], Sequence[int]] = {}
         self._seconds: dict[Any, float] = {}
+        self._moves: dict[Any, float] = {}
         self._sizes: dict[tuple[tuple[int, ...], Layout], int] = {}
 
     def local(self, shape: Sequence[int], layout: Layout) -> int:
@@ -113,16 +114,32 @@ class Prices:
         return found
 
     def _all_pairs(self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]) -> tuple[dict[Layout, int], Table]:
-        states = list(itertools.product(*menus))
-        numbers = {layout: i for i, layout in enumerate(states)}
-        moves = prices_of(tuple(shape), dtype, self.mesh, self.cluster)
+        states, numbers, moves = _moves(tuple(map(tuple, menus)), self.mesh.shape)
+        priced, relaid = prices_of(tuple(shape), dtype, self.mesh, self.cluster), self.cluster.relaid(1) is not None
+        nbytes = [dtype.itemsize * self.local(shape, layout) for layout in states]
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        for i, layout in enumerate(states):
-            for kind, axes, after in neighbours(layout, self.mesh.shape, menus):
-                j = numbers.get(after)
-                if j is not None:
-                    seconds[i, j] = min(seconds[i, j], moves.move(kind, axes, layout, after)[2])
+        for i, j, kind, axes in moves:
+            if relaid and kind in RELAID:
+                found = priced.move(kind, axes, states[i], states[j])[2]
+            else:
+                key = kind, axes, nbytes[i], nbytes[j]
+                if (known := self._moves.get(key)) is None:
+                    known = self._moves[key] = priced.price(*key)[1]
+                found = known
+            if found < seconds[i, j]:
+                seconds[i, j] = found
         for k in range(len(states)):
             np.minimum(seconds, seconds[:, k, None] + seconds[None, k, :], out=seconds)
         return numbers, seconds
+
+
+@lru_cache(maxsize=1 << 10)
+def _moves(menus: tuple[tuple[Sbp, ...], ...], sizes: tuple[int, ...]) -> tuple[list[Layout], dict[Layout, int], list[tuple[int, int, str, tuple[int, ...]]]]:
+    """(layouts of these entries, the number of each, (from, to, kind, axes) of each move between them), of any tensor on a mesh of these sizes."""
+    states = list(itertools.product(*menus))
+    numbers = {layout: i for i, layout in enumerate(states)}
+    found = []
+    for i, layout in enumerate(states):
+        found += [(i, j, kind, axes) for kind, axes, after in neighbours(layout, sizes, menus) if (j := numbers.get(after)) is not None]
+    return states, numbers, found

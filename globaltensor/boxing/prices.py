@@ -14,10 +14,11 @@ from ..placement import Placement
 from ..spec import Spec
 from .moves import LOCAL, Layout, giver, holders_of
 
-__all__ = ["Prices", "prices_of"]
+__all__ = ["RELAID", "Prices", "prices_of"]
 
 _MOST_TENSORS: Final = 256
-_RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))  # what handles pieces along a dim
+#: What handles pieces along a dim: they may have to be laid in another order, which counts where copies were measured.
+RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
 
 Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 
@@ -51,8 +52,8 @@ class Prices:
         found = self._costs.get(key)
         if found is None:
             to = after if all(e.unit == 1 for e in after) else self.spec(after).layout
-            nbytes, seconds = self._price(kind, axes, self.nbytes(before), self.nbytes(to))
-            if kind in _RELAID and self.cluster.measured:
+            nbytes, seconds = self.price(kind, axes, self.nbytes(before), self.nbytes(to))
+            if kind in RELAID and self.cluster.measured:
                 seconds = self._relaid(kind, axes, before, to, seconds)
             found = self._costs[key] = to, nbytes, seconds
         return found
@@ -68,7 +69,8 @@ class Prices:
                 seconds = self.cluster.memory_latency
         return seconds
 
-    def _price(self, kind: str, axes: tuple[int, ...], before: int, after: int) -> Price:
+    def price(self, kind: str, axes: tuple[int, ...], before: int, after: int) -> Price:
+        """Of a move between local tensors of so many bytes, whatever their shape; without what relaying them costs."""
         if kind == "keep":
             return 0, 0.0
         if kind in LOCAL:
