@@ -1,7 +1,8 @@
 """The step time that the search foretells, against the one measured: the plan it finds, the known ones and random ones, each run as a graph that follows it.
 
 First the cluster is profiled and calibrated for each model. Of each model's plans are told: the median error of the foretold time, the rank correlation
-(Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel.
+(Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel. A machine that others use
+changes its pace within minutes: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import ROOT, Size, interleave, on_ranks, options, same_losses, table
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ from globaltensor.distributed.world import world
 from globaltensor.profiling import profile
 
 B, S = flow.sbp.broadcast, flow.sbp.split
+YARDSTICK = "yardstick"
 
 # ---------------------------------------------------------------- models
 
@@ -187,8 +190,30 @@ class Measured(NamedTuple):
     measured: float
 
 
-def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> list[Measured]:
-    """Every way to run a model, in turn, round by round. Ways that come to the same plan are run once."""
+def yardstick(case: Case) -> Callable[[], float]:
+    """A step of the model by itself on every rank, on its share of the batch, and the sum of its gradients over the ranks."""
+    torch.manual_seed(0)
+    model, batch = case.make(), case.batch.tensor_split(dist.get_world_size())[dist.get_rank()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        loss = model(batch)
+        loss.backward()
+        dist.all_reduce(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()  # type: ignore[no-any-return]
+
+    return step
+
+
+def pace(step: Callable[[], float]) -> float:
+    """Seconds of the yardstick."""
+    return statistics.median(interleave({YARDSTICK: step}, 5, calls=8)[YARDSTICK])
+
+
+def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
+    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once."""
     everyone = flow.placement.all("cpu")
     steps: dict[str, Callable[[], float]] = {}
     foretold: dict[str, float] = {}
@@ -208,9 +233,10 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> list[Meas
         # With the loss read, as the search counts it: what is a partial sum has to be summed then.
         steps[way.name], foretold[way.name] = lambda graph=graph, batch=batch: graph(batch).item(), plan.seconds  # type: ignore[misc]
     same_losses(steps)
+    steps[YARDSTICK] = yardstick(case)
     # Steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
     seconds = interleave(steps, rounds, calls=8, warm_up=1, again=3)
-    return [Measured(name, foretold[name], statistics.median(seconds[name])) for name in steps]
+    return [Measured(name, foretold[name], statistics.median(seconds[name])) for name in foretold], statistics.median(seconds[YARDSTICK])
 
 
 def ranks_of(values: list[float]) -> Any:
@@ -224,14 +250,16 @@ def correlation(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(ranks_of(a), ranks_of(b))[0, 1])
 
 
-def summary(name: str, all_: list[Measured]) -> dict[str, Any]:
-    """What is told of a model. The plan that the search would choose is the one that it foretells the least for."""
+def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
+    """What is told of a model. The plan that the search would choose is the one that it foretells the least for. ``slower``: the yardstick's time among the
+    plans as a multiple of that while calibrating."""
     found = min((m for m in all_ if m.name.startswith("found")), key=lambda m: m.foretold)
     best, data = min(all_, key=lambda m: m.measured), next(m for m in all_ if m.name == "data")
-    error = statistics.median(abs(m.foretold - m.measured) / m.measured for m in all_)
+    error, even = (statistics.median(abs(m.foretold * by - m.measured) / m.measured for m in all_) for by in (1.0, slower))
     return {
         "case": name, "unit": "ms", "data": round(data.measured * 1e3, 3), "ours": round(found.measured * 1e3, 3), "best": round(best.measured * 1e3, 3),
-        "plans": len(all_), "median error": f"{error:.1%}", "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",
+        "plans": len(all_), "median error": f"{error:.1%}", "at equal pace": f"{even:.1%}", "pace": f"{slower:.2f}",
+        "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",
         "regret": f"{found.measured / best.measured - 1:.1%}", "chosen": found.name,
     }  # fmt: skip
 
@@ -248,10 +276,12 @@ def main() -> None:
         if chosen.only not in name:
             continue
         inputs = torch.empty_like(case.batch, device="meta")
+        before = pace(yardstick(case))
         cluster = flow.auto.calibrate(case.make(), inputs, profiled, (chosen.nproc,), seconds=2.0 if chosen.quick else 30.0)
+        after = pace(yardstick(case))
         with use_cluster(cluster):
-            found = measure(case, cluster, chosen.steps, chosen.quick)
-        told.append(summary(name, found))
+            found, among = measure(case, cluster, chosen.steps, chosen.quick)
+        told.append(summary(name, found, among / statistics.mean((before, after))))
         details += [{"case": f"{name}: {m.name}", "unit": "ms", "foretold": round(m.foretold * 1e3, 3), "measured": round(m.measured * 1e3, 3)} for m in found]
     if not first:
         return
