@@ -10,7 +10,6 @@ none of what is written.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from .boxing import box
 from .spec import Spec
 from .wrapper import GlobalTensor, Memory
 
-__all__ = ["MovedView", "aliased", "lay_anew", "refresh", "share", "touched", "twin", "written"]
+__all__ = ["MovedView", "aliased", "refresh", "share", "touched", "twin", "written"]
 
 _KEPT: Any = GlobalTensor.__dict__["_local"]
 
@@ -31,29 +30,13 @@ def share(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
     memory = source._memory
     if memory is None:
         memory = source._memory = Memory()
-    if viewed:
-        memory.viewed = True
-    elif any(e.is_partial for e in source._spec.layout):
-        known = [r for r in memory.twins if r() is not None]
-        memory.twins = [*known, *([] if any(r() is source for r in known) else [weakref.ref(source)]), weakref.ref(out)]
+    memory.viewed = memory.viewed or viewed
     out._memory = memory
 
 
 def aliased(x: GlobalTensor) -> bool:
     """Whether it is a view, or the base of one, that would not follow if its part were exchanged for another."""
     return x._memory is not None and x._memory.viewed and not isinstance(x, MovedView)
-
-
-def lay_anew(target: GlobalTensor, spec: Spec, why: str) -> None:
-    """Move a tensor that ops have left as parts of a sum, and those detached from it or that it was detached from, which show the same memory ever after."""
-    twins = [] if target._memory is None else [r() for r in target._memory.twins]
-    shown = list({id(t): t for t in (target, *twins) if t is not None and t._spec is target._spec}.values())
-    lead = next((t for t in shown if t._local.requires_grad), target)
-    # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
-    with torch.set_grad_enabled(torch.is_grad_enabled() or lead._local.requires_grad):
-        old, new = lead._local, box(lead._local, target._spec, spec, why=why, alias=False)
-    for t in shown:
-        t._local, t._spec = new if t._local is old else new.detach(), spec
 
 
 def touched(x: Any) -> None:

@@ -12,7 +12,7 @@ from . import sharded
 from .boxing import box, log, plan
 from .distributed.world import placeholder, world
 from .errors import InplaceError
-from .moved import MovedView, aliased, lay_anew, share, touched, written
+from .moved import MovedView, aliased, share, touched, written
 from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
@@ -270,13 +270,12 @@ class Several(Plan):
 
 def bring_together(name: str, target: GlobalTensor) -> None:
     """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
-    _lay_anew(target, target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout]), name)
-
-
-def _lay_anew(target: GlobalTensor, spec: Spec, name: str) -> None:
     if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
         raise inplace_error(name, target._spec)
-    lay_anew(target, spec, name)
+    whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
+    with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+        target._local = box(target._local, target._spec, whole, why=name, alias=False)
+    target._spec = whole
 
 
 def admit_signs(name: str, target: GlobalTensor) -> None:
@@ -291,9 +290,23 @@ class Moved(Boxed):
     __slots__ = ()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = tensors_in(kwargs, tensors_in(args, []))[0]
-        _lay_anew(target, self.dst[0], self.name)
-        return func(*args, **kwargs)
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        target = tensors[0]
+        if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
+            raise inplace_error(self.name, target._spec)
+        # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+            locals_ = self.locals(tensors)
+            if not self.outside:
+                locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+        if self.outside:
+            target._local = _elsewhere(self.outs, locals_)[0]
+        else:
+            these = iter(locals_)
+            (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
+            target._local = locals_[0]
+        target._spec = self.dst[0]
+        return written(target)
 
 
 class Whole(Plan):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ SEEN_AS: set[type] = set()
 class Memory:
     """What tensors have in common that show one another's values: how often one of them has been written into (moved.py)."""
 
-    __slots__ = ("twins", "viewed", "writes")
+    __slots__ = ("viewed", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
         self.viewed = False  # whether one is a view of another
-        self.twins: list[weakref.ref[GlobalTensor]] = []  # those that lie as parts of a sum and show the same whole
 
 
 class GlobalTensor(torch.Tensor):
