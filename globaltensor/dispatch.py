@@ -20,7 +20,7 @@ from .distributed.world import sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, inplace_error, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -315,7 +315,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             return Whole(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
         choice, kind = choose(op, outs, alike=True), Moved
         if choice is None:
-            raise inplace_error(name_of(func), specs[0])
+            return Whole(name_of(func), specs, True)
     if stored is not None:
         choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
     return _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
@@ -438,8 +438,6 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     meta, structure = _on_meta(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return Answer(structure)
-    if inplace and any(e.is_partial for e in specs[0].layout):
-        raise inplace_error(name, specs[0])
     if name not in _WARNED:
         _WARNED.add(name)
         target = f"torch.ops.{func}" if _torch.is_kernel(func) else repr(name)

@@ -79,7 +79,7 @@ class MovedView(GlobalTensor):
                 anew = taken(source)
                 local = anew._local  # first: where it moved itself it lies as it does by now
                 if anew._spec is not self._spec:
-                    local = box(local, anew._spec, self._spec, why="a view of what was written into")
+                    local = box(local, anew._spec, self._spec, why="a view of what was written into", alias=False)
             self.follow(local, held["_origin"])
         return _KEPT.__get__(self)  # type: ignore[no-any-return]
 

@@ -178,7 +178,8 @@ class Boxed(Plan):
                 out.append(sharded.gathered(t, src, dst, f"{self.name}: operand {i}"))
                 continue
             local = t._local if isinstance(t, GlobalTensor) else promote(t, src)
-            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}"))
+            # What a view is taken of may be written into.
+            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0))
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -292,8 +293,10 @@ class Moved(Boxed):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         target = tensors[0]
-        if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
+        if target._pinned or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
+        if aliased(target):  # views would not follow: what comes out goes back, as parts of a sum
+            return Whole(self.name, self.src, True).run(func, args, kwargs)
         # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
             locals_ = self.locals(tensors)
@@ -320,6 +323,12 @@ class Whole(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
+        if self.inplace and any(e.is_partial for e in self.src[0].layout):
+            if not aliased(tensors[0]) or not all(e.reduce in ("", "sum") for e in self.src[0].layout):
+                bring_together(self.name, tensors[0])  # type: ignore[arg-type]
+                return func(*args, **kwargs)
+            if tensors[0]._pinned:  # type: ignore[attr-defined]
+                raise inplace_error(self.name, self.src[0])
         inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import operator
 import random
 import threading
 import weakref
@@ -388,6 +389,19 @@ def test_a_kernel_whose_name_is_that_of_the_function_around_it(sbp: Any) -> None
         same(graph.on_one_device()(x)[0], spectrum(x))
 
     simulate(2, body)
+
+
+@pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt, operator.ge], ids=lambda f: f.__name__)
+def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) -> None:
+    """A one-hot mask, ``torch.arange(5) == labels[:, None]``."""
+
+    def on_ranks() -> None:
+        labels = torch.arange(6) % 5
+        mine = labels.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        graph = flow.nn.Graph.trace(lambda x: compare(torch.arange(5), x[:, None]))
+        assert torch.equal(whole(graph(mine)), compare(torch.arange(5), labels[:, None]))
+
+    simulate(2, on_ranks)
 
 
 def test_capture_runs_no_kernel() -> None:

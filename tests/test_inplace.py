@@ -67,6 +67,63 @@ def test_what_the_user_has_laid_out_does_not_move() -> None:
     simulate(2, on_ranks)
 
 
+VIEWED: dict[str, Callable[[Tensor], Any]] = {
+    "diagonal": lambda x: torch.diagonal(x).add_(-1).pow_(2),  # Barlow Twins' loss
+    "row": lambda x: x[1].mul_(2).tanh_(),
+    "transposed": lambda x: x.t().clamp_(0, 1),
+    "flat": lambda x: x.view(-1).abs_().sqrt_(),
+    "scanned": lambda x: x.narrow(0, 0, 2).cumsum_(0),
+    "base": lambda x: (x.view(-1), x.exp_()),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+@pytest.mark.parametrize("layout", [[P], [S(1)], [P, S(0)], [S(1), P], [P, P]], ids=str)
+def test_views_of_partial_sums_and_their_bases_change_together(name: str, layout: list[Any]) -> None:
+    """No view would follow if its base, or another view of that, came to lie elsewhere."""
+
+    def step(x: Any) -> Any:
+        y = x * 1
+        VIEWED[name](y)
+        return y
+
+    def on_ranks() -> None:
+        placement = flow.placement("cpu", [0, 1] if len(layout) == 1 else [[0, 1], [2, 3]])
+        x = values(5, 5).abs().add_(0.1).requires_grad_()
+        mine = x.detach().to_global(placement, [B] * len(layout)).to_global(sbp=layout).detach().requires_grad_()  # type: ignore[attr-defined]
+        got, want = step(mine), step(x)
+        for leaf, y in ((mine, got), (x, want)):
+            y.sin().sum().backward()
+            assert leaf.grad is not None
+        torch.testing.assert_close(torch.from_numpy(got.detach().numpy()), want.detach())
+        torch.testing.assert_close(torch.from_numpy(mine.grad.numpy()), x.grad)
+        torch.testing.assert_close(torch.from_numpy(Graph(step)(mine).detach().numpy()), want.detach())
+
+    simulate(2 if len(layout) == 1 else 4, on_ranks)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (3, 7), (9, 2), (1, 1), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_diagonals_are_filled_where_they_lie(shape: tuple[int, ...], wrap: bool) -> None:
+    def step(x: Any) -> Any:
+        return (x * 1).fill_diagonal_(3.0, wrap)
+
+    def on_ranks() -> None:
+        for sbp in (B, S(0), S(1), P):
+            x = values(*shape).requires_grad_()
+            mine = on(x.detach(), sbp).detach().requires_grad_()
+            with flow.no_boxing():
+                got = step(mine)
+            want = step(x)
+            for y in (got, want):
+                y.sin().sum().backward()
+            torch.testing.assert_close(torch.from_numpy(got.detach().numpy()), want.detach())
+            torch.testing.assert_close(torch.from_numpy(mine.grad.numpy()), x.grad)
+
+    simulate(2, on_ranks)
+
+
 @pytest.mark.filterwarnings("ignore:the rule of put")
 @pytest.mark.parametrize("sbp", [B, S(0), P])
 def test_on_whole_tensors_with_gradients(sbp: Any) -> None:

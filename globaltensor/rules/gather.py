@@ -246,6 +246,33 @@ def _masked_scatter(op: Op, input: Arg, mask: Arg, source: Arg) -> None:
     op.out = [(None,) * max(input.ndim, mask.ndim)]  # the k-th true place takes the k-th element: nothing can be split
 
 
+@rule("fill_diagonal")
+def _fill_diagonal(op: Op, input: Arg, fill_value: Any, wrap: bool = False) -> None:
+    if isinstance(fill_value, Arg):
+        raise TypeError("a tensor as the value")
+    identity(op, input)
+    op.linear = [frozenset([input.index])]
+
+    def local(split: Split) -> Local:
+        boxes = [split.box(d) for d in range(input.ndim)]
+        first, last = max(offset for offset, _ in boxes), min(offset + length for offset, length in boxes)
+        rows, columns = input.shape[:2]
+        starts = range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)  # it begins anew below, where there is more than a square
+
+        def run(input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+            value = fill_value if first_share(split) else 0
+            if input.ndim == 2:
+                for start in starts:
+                    input.diagonal(boxes[0][0] - boxes[1][0] - start).fill_(value)
+            elif first < last:
+                input[tuple(torch.arange(first - offset, last - offset, device=input.device) for offset, _ in boxes)] = value
+            return input
+
+        return run
+
+    op.local = local
+
+
 # ---------------------------------------------------------------------------------------------------------------- tables
 
 
