@@ -397,7 +397,7 @@ def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     cast = _torch.any_autocast()
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else contextlib.nullcontext()):
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else _torch.real_tensors()):
                 stack.enter_context(one)
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")

@@ -158,6 +158,49 @@ def test_new() -> None:
     simulate(4, on_ranks)
 
 
+def test_the_old_constructor() -> None:
+    def on_ranks() -> None:
+        for x in (flow.Tensor(2, 3, placement=LINE, sbp=S0), flow.Tensor(torch.Size((2, 3)), placement=LINE, sbp=S0)):
+            assert (x.shape, x.dtype, x.sbp) == ((2, 3), torch.float32, (S0,))
+        rows = [[1, 2], [3, 4]]
+        for data in (rows, np.array(rows), torch.tensor(rows), flow.tensor(rows, placement=LINE, sbp=broadcast)):
+            x = flow.Tensor(data, placement=LINE, sbp=S0)
+            assert (x.dtype, x.sbp, x.tolist()) == (torch.float32, (S0,), rows)
+
+    simulate(3, on_ranks)
+    plain = flow.Tensor([[1, 2]])
+    assert type(plain) is torch.Tensor
+    assert (torch.Tensor, flow.nn.Parameter(plain).__class__.__mro__[1]) == (flow.Tensor, flow.Tensor)
+    assert isinstance(plain, flow.Tensor)
+    assert issubclass(GlobalTensor, flow.Tensor)
+    assert not isinstance(3, flow.Tensor)
+    assert flow.Tensor.add is torch.Tensor.add
+
+
+NUMPY: dict[str, Callable[[Any, Any], Any]] = {
+    "x + a": lambda x, a: x + a, "x - a": lambda x, a: x - a, "x * a": lambda x, a: x * a, "x / a": lambda x, a: x / a, "x // a": lambda x, a: x // a,
+    "x % a": lambda x, a: x % a, "x ** a": lambda x, a: x**a, "x @ a": lambda x, a: x @ a, "a / x": lambda x, a: a / x, "x == a": lambda x, a: x == a,
+    "sin": lambda x, a: np.sin(x), "isnan": lambda x, a: np.isnan(x), "maximum": np.maximum, "exp of a sum": lambda x, a: np.exp(x.sum()),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+@pytest.mark.parametrize("name", NUMPY)
+def test_what_numpy_makes_of_a_global_tensor_is_global(name: str) -> None:
+    values, array = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), np.array([[2.0, 2.0], [1.0, 3.0]])
+    want = NUMPY[name](values, array)
+
+    def on_ranks() -> None:
+        for sbp in (S0, broadcast, partial_sum):
+            got = NUMPY[name](flow.tensor(values.tolist(), placement=LINE, sbp=sbp), array)
+            assert got.is_global
+            assert got.placement == LINE
+            assert got.dtype == want.dtype
+            np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6)
+
+    simulate(4, on_ranks)
+
+
 def test_in_place_and_out() -> None:
     def on_ranks() -> None:
         for placement, layout in ((LINE, (S0,)), (LINE, (partial_sum,)), (GRID, (S1, S0))):

@@ -534,6 +534,20 @@ def test_what_build_must_not_do(what: str) -> None:
         Training(model, optim.SGD(model.parameters(), lr=0.1), step=step)(batch(0))
 
 
+def test_gradients_in_a_graph_without_an_optimizer() -> None:
+    def slope(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+    def recorded(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return slope(x.detach().requires_grad_())
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(GraphError, match=rf"enable_grad.*\n.*{FILE}"):
+        flow.nn.Graph.trace(slope)(x)
+    assert torch.equal(flow.nn.Graph.trace(recorded)(x), slope(x))
+
+
 def test_what_a_graph_must_not_be_given() -> None:
     model, other = model_of(), model_of()
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from support.everywhere import compare
 from support.oracle import check, spelled
 
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
 from globaltensor.rules.indexing import _overlap
 
 T = torch.Tensor
@@ -199,6 +201,33 @@ def test_lists_index_as_torch_has_it(index: Any) -> None:
         return picked, y
 
     compare(read_and_write, x(5, 4, 3), grids=((2,), (2, 2)), draws=2, fallback=True)  # torch warns of some
+
+
+@pytest.mark.parametrize("index", [True, False, (True, 1), (every, False), (..., True, [0, 2]), torch.tensor(True), (1, torch.tensor(False))], ids=spelled)
+def test_a_bool_is_a_mask_of_a_new_dim(index: Any) -> None:
+    def read_and_write(x: Any) -> Any:
+        y = x * 1
+        picked = y[index] * 1
+        y[index] = 2.0
+        return picked, y
+
+    compare(read_and_write, x(5, 4), grids=((2,), (2, 2)), draws=2)
+
+
+MISFITS = [mask(3), (every, mask(5)), (..., mask(3)), (None, mask(5, 3)), (mask(5, 4), 0, mask(1)), [True, False], np.ones(4, bool), (1, mask(1))]
+
+
+@pytest.mark.parametrize("index", MISFITS, ids=spelled)
+def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
+    def on_ranks(write: bool) -> None:
+        y = x(5, 4, 2).to_global(flow.placement("cpu", [0, 1]), flow.sbp.split(0))
+        put(y, index, 1.0) if write else get(y, index)
+
+    for write in (False, True):
+        with pytest.raises(IndexError, match=r"mask|too many"):
+            simulate(2, on_ranks, write)
+        with pytest.raises(IndexError):
+            put(x(5, 4, 2), index, 1.0) if write else get(x(5, 4, 2), index)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])

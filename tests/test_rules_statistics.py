@@ -136,3 +136,15 @@ def _out_of_range() -> None:
 def test_an_index_out_of_range_is_no_other_row() -> None:
     with pytest.raises((RuntimeError, IndexError), match=r"out of (range|bounds)"):
         simulate(2, _out_of_range, timeout=5.0)
+
+
+@pytest.mark.parametrize("function", [torch.cov, torch.corrcoef])
+def test_in_graphs(function: Callable[..., Any]) -> None:
+    """Planning asks torch what comes out: of meta tensors, not of the stand-ins of a capture, for which torch's own checks have no values."""
+
+    def on_ranks() -> torch.Tensor:
+        x = _x(3, 7).to_global(placement=flow.placement("cpu", [0, 1]), sbp=broadcast).to_global(sbp=split(1))
+        return full(flow.nn.Graph.trace(lambda x: function(x))(x))
+
+    for got in simulate(2, on_ranks):
+        torch.testing.assert_close(got, function(_x(3, 7)))

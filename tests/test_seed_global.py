@@ -78,7 +78,8 @@ def local() -> Any:
     x = flow.randn(4, 5, placement=flow.placement(DEVICE, [0, 1]), sbp=flow.sbp.split(0))
     y = x.to_local()
     assert not y.is_global
-    assert type(y) is flow.Tensor
+    assert isinstance(y, flow.Tensor)
+    assert type(y) == flow.Tensor  # noqa: E721 - torch's class, which flow.Tensor stands for
     assert y.dtype == flow.float32
     if flow.env.get_rank() < 2:
         assert y.device.type == DEVICE

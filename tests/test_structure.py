@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
-    ("checkpoint", "optim", "parallelize", "spellings"),
+    ("arrays", "checkpoint", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),
     ("auto",),

@@ -106,6 +106,11 @@ class Differentiated(Recorder):
         outs, wanted, seeds = (list(v) if isinstance(v, (tuple, list)) else [v] for v in self.standing((outputs, inputs, grad_outputs)))
         unused, zeros = options.get("allow_unused") or options.get("materialize_grads"), options.get("materialize_grads")
         found: list[Any] = []
+        if not torch.is_grad_enabled() and not any(o.requires_grad for o in outs):
+            raise GraphError(
+                "build() asks for gradients of what was computed without them: a graph without an optimizer runs as under torch.no_grad(); compute it under "
+                f"torch.enable_grad(), from x.detach().requires_grad_() where x is an input\n  {line()}"
+            )
         for t, here in zip(wanted, reached(outs, wanted), strict=True):
             if not here and not unused:
                 raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is desired.")

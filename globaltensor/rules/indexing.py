@@ -66,15 +66,11 @@ def _is_mask(item: Any) -> bool:
 def _part(x: Arg, item: Any, d: int) -> Part:
     if item is None:
         return Part("new", d)
-    if isinstance(item, bool):
-        raise TypeError("a bool as an index adds a dim")
     if isinstance(item, slice):
         r = range(*item.indices(x.shape[d]))
         return Part("all", d, size=x.shape[d]) if len(r) == x.shape[d] else Part("slice", d, r, len(r))
     if isinstance(item, Arg):
         if _is_mask(item):
-            if not item.ndim:
-                raise TypeError("a 0-dim mask adds a dim")
             return Part("mask", d, item)
         return Part("tensor", d, item)
     at = operator.index(item)
@@ -94,15 +90,24 @@ def _is_list(item: Any) -> bool:
     return isinstance(item, (list, tuple, range, np.ndarray))
 
 
-def _plainer(index: Any) -> tuple[Any, ...]:
-    """The same index with lists and arrays as tensors, and masks as the places where they are true."""
-    found: list[Any] = []
-    for i in _items(index):
-        if _is_list(i):
-            i, given = torch.as_tensor(i), i
-            i = i if i.numel() or isinstance(given, np.ndarray) else i.long()  # an empty list picks nothing
-        found += i.nonzero(as_tuple=True) if _is_mask(i) else [i]
-    return tuple(found)
+def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(x, index) that mean the same, with lists and arrays as tensors and masks as the places where they are true. A bool is a mask of a new dim of size 1."""
+    items, found, d = [_as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i for i in _items(index)], [], 0
+    for k, i in enumerate(items):
+        if _is_mask(i):
+            x, i = (x, i) if i.ndim else (x.unsqueeze(d), i.reshape(1))
+            if (over := tuple(x.shape[d : d + i.ndim])) != tuple(i.shape):
+                raise IndexError(f"a mask of shape {list(i.shape)} for dims of sizes {list(over)}, dims {d} to {d + i.ndim - 1} of {list(x.shape)}")
+            found += i.nonzero(as_tuple=True)
+        else:
+            found.append(i)
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    return x, tuple(found)
+
+
+def _as_tensor(item: Any) -> torch.Tensor:
+    found = torch.as_tensor(item)
+    return found if found.numel() or isinstance(item, np.ndarray) else found.long()  # an empty list picks nothing
 
 
 def _tensors(index: Any) -> Iterable[torch.Tensor]:
@@ -126,8 +131,8 @@ def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Pa
 
 @rule([torch.Tensor.__getitem__])
 def _getitem(op: Op, x: Arg, index: Any) -> None:
-    if any(_is_list(i) or (_is_mask(i) and i.ndim) for i in _items(index)):
-        op.composite = lambda x, index: x[_plainer(index)]
+    if any(_is_list(i) or _is_mask(i) or isinstance(i, (bool, np.bool_)) for i in _items(index)):
+        op.composite = _get_plainer
         return
     if any(_is_number(i) for i in _items(index)):
         op.composite = _get_by_number
@@ -146,6 +151,11 @@ def _getitem(op: Op, x: Arg, index: Any) -> None:
     op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "tensor")}
     op.linear, op.carries = [frozenset([0])], True
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
+
+
+def _get_plainer(x: Any, index: Any) -> Any:
+    x, index = _plainer(x, index)
+    return x[index]
 
 
 def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
@@ -210,7 +220,8 @@ def _plain_key(p: Part, at: Any) -> Any:
 
 def _setitem(op: Op, x: Arg, index: Any, value: Any) -> None:
     items = _items(index)
-    if any(_is_list(i) or _is_number(i) for i in items) or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
+    plainer = any(_is_list(i) or _is_number(i) or isinstance(i, (bool, np.bool_)) for i in items)
+    if plainer or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
         op.composite = _set_plainer
         return
     parts = parts_of(x, index)
@@ -235,7 +246,12 @@ RULES[torch.Tensor.__setitem__] = Rule("__setitem__", _setitem, inplace=True)
 
 
 def _set_plainer(x: Any, index: Any, value: Any) -> None:
-    x[tuple(int(i) if _is_number(i) else i for i in _plainer(index))] = value
+    if isinstance(index, (bool, np.bool_)):  # all or nothing
+        if index:
+            x[...] = value
+        return
+    x, index = _plainer(x, index)
+    x[tuple(int(i) if _is_number(i) else i for i in index)] = value
 
 
 def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
@@ -245,7 +261,7 @@ def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
         return False
     mask = next(p for p in parts if p.kind == "mask")
     end = mask.dim + mask.value.ndim
-    return mask.value.shape == x.shape[mask.dim : end] and (not isinstance(value, Arg) or value.ndim <= x.ndim - end)
+    return mask.value.ndim > 0 and mask.value.shape == x.shape[mask.dim : end] and (not isinstance(value, Arg) or value.ndim <= x.ndim - end)
 
 
 def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
@@ -368,8 +384,9 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
 
 def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
     """Values added at places that may repeat: the indexed dims as one, and its rows added to."""
-    places = torch.broadcast_tensors(*_plainer(tuple(indices)))
-    sizes, rest = input.shape[: len(places)], tuple(input.shape[len(places) :])
+    x, found = _plainer(input, tuple(indices))
+    places = torch.broadcast_tensors(*found)
+    sizes, rest = x.shape[: len(places)], tuple(x.shape[len(places) :])
     row: Any = 0
     for i, n in zip(places, sizes, strict=True):
         row = row * n + torch.where(i < 0, i + n, i)

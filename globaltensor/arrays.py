@@ -1,0 +1,88 @@
+"""Tensors by the old constructor, ``flow.Tensor(...)``, and what NumPy makes of global tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .creation import as_tensor, empty, tensor
+from .dispatch import HANDLERS
+from .plans import promote
+from .rules.notation import Op
+from .rules.registry import RULES
+from .sbp import broadcast
+from .spec import Spec
+from .tensor import to_global
+from .wrapper import GlobalTensor
+
+__all__ = ["Tensor"]
+
+
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+    """Of `Tensor`: what it makes may be global; what it is, is torch's class."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _made(*args, **kwargs) if cls is Tensor else super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) if cls is Tensor else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, torch.Tensor) if cls is Tensor else super().__subclasscheck__(subclass)
+
+    def __eq__(cls, other: Any) -> Any:
+        return other is cls or (cls is Tensor and other is torch.Tensor)
+
+    def __hash__(cls) -> int:
+        return hash(torch.Tensor) if cls is Tensor else super().__hash__()
+
+
+class Tensor(torch.Tensor, metaclass=_Kind):
+    """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3, placement=p, sbp=s)``. Sizes, or data every rank has."""
+
+
+def _made(*args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
+    if placement is None and sbp is None:
+        return torch.Tensor(*args, **kwargs)
+    dtype = torch.get_default_dtype()
+    if args and not isinstance(args[0], (int, torch.Size)):
+        (data,) = args
+        if isinstance(data, GlobalTensor):
+            return to_global(data.detach().to(dtype), placement, sbp, **kwargs)
+        if isinstance(data, torch.Tensor):
+            return as_tensor(data.detach().clone(), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+        return tensor(data, dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+    return empty(*(args or (0,)), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+
+
+def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
+    """What NumPy computes from a global tensor, on every rank from the whole value, is broadcast on its placement."""
+    value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
+    placement = x._spec.placement
+    spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
+    return GlobalTensor.wrap(promote(value, spec), spec)
+
+
+GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]  # NumPy passes more than torch's own takes
+HANDLERS[torch.Tensor.__array_wrap__] = lambda func, args, kwargs: _wrapped(*args, **kwargs)
+
+
+def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
+    """The operators for which torch itself takes an array: what it does on the meta device it does not do here."""
+    of_tensors = RULES[operator]
+
+    def describe(op: Op, input: Any, other: Any) -> None:
+        if isinstance(other, np.ndarray):
+            op.composite = compute
+        else:
+            of_tensors.describe(op, input, other)
+
+    RULES[operator] = dataclasses.replace(of_tensors, describe=describe)
+
+
+_with_arrays(torch.Tensor.__eq__, lambda x, array: x == torch.as_tensor(array))
+_with_arrays(torch.Tensor.__rtruediv__, lambda x, array: x.reciprocal() * array)
