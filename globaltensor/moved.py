@@ -20,7 +20,7 @@ from .boxing import box
 from .spec import Spec
 from .wrapper import GlobalTensor, Memory
 
-__all__ = ["MovedView", "aliased", "refresh", "share", "touched", "twin", "written"]
+__all__ = ["MovedView", "aliased", "refresh", "share", "shown_elsewhere", "touched", "twin", "written"]
 
 _KEPT: Any = GlobalTensor.__dict__["_local"]
 
@@ -37,6 +37,11 @@ def share(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
 def aliased(x: GlobalTensor) -> bool:
     """Whether it is a view, or the base of one, that would not follow if its part were exchanged for another."""
     return x._memory is not None and x._memory.viewed and not isinstance(x, MovedView)
+
+
+def shown_elsewhere(x: GlobalTensor) -> bool:
+    """Whether it lies as parts of a sum that another tensor may show as well, a view or a detached one: what is written into it has to stay parts."""
+    return x._memory is not None and not isinstance(x, MovedView) and all(e.reduce in ("", "sum") for e in x._spec.layout)
 
 
 def touched(x: Any) -> None:

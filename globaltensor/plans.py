@@ -12,7 +12,7 @@ from . import sharded
 from .boxing import box, log, plan
 from .distributed.world import placeholder, world
 from .errors import InplaceError
-from .moved import MovedView, aliased, share, touched, written
+from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
 from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
@@ -271,7 +271,7 @@ class Several(Plan):
 
 def bring_together(name: str, target: GlobalTensor) -> None:
     """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
-    if target._pinned or aliased(target) or (target._local.is_leaf and target._local.requires_grad):
+    if target._pinned or aliased(target) or shown_elsewhere(target) or (target._local.is_leaf and target._local.requires_grad):
         raise inplace_error(name, target._spec)
     whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
     with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
@@ -295,7 +295,7 @@ class Moved(Boxed):
         target = tensors[0]
         if target._pinned or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
-        if aliased(target):  # views would not follow: what comes out goes back, as parts of a sum
+        if aliased(target) or shown_elsewhere(target):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
             return Whole(self.name, self.src, True).run(func, args, kwargs)
         # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
@@ -324,7 +324,7 @@ class Whole(Plan):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if self.inplace and any(e.is_partial for e in self.src[0].layout):
-            if not aliased(tensors[0]) or not all(e.reduce in ("", "sum") for e in self.src[0].layout):
+            if not shown_elsewhere(tensors[0]):  # type: ignore[arg-type]
                 bring_together(self.name, tensors[0])  # type: ignore[arg-type]
                 return func(*args, **kwargs)
             if tensors[0]._pinned:  # type: ignore[attr-defined]

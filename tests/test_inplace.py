@@ -154,7 +154,6 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "detached": lambda y: (y, y.detach().clamp_(0)),
     "data": lambda y: (y, y.data.add_(1)),
     "detached twice": lambda y: (y, y.detach().detach().masked_fill_(torch.arange(4) > 1, 2.0)),
-    "foreach": lambda y: (y, torch._foreach_clamp_min_([z := y.detach()], 0.0) and z),
     "recorded": lambda y: (y.detach(), y.clamp_(0))[::-1],
     "not recorded": _of_itself,
 }
@@ -162,7 +161,7 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 @pytest.mark.parametrize("write", SHARED)
 def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
-    """Clamping cannot be done on parts of a sum: they move, and both tensors with them."""
+    """Clamping cannot be done on parts of a sum: what comes out goes back as parts."""
 
     def step(x: Any, w: Any) -> Any:
         x = x.detach().requires_grad_()
@@ -174,6 +173,18 @@ def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
     def on_ranks() -> None:
         for got, want in zip(step(on(values(5, 3), S(1)), on(values(3, 4), S(0))), step(values(5, 3), values(3, 4)), strict=True):
             torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+def test_several_at_once_do_not_part_from_what_shows_the_same() -> None:
+    def on_ranks() -> None:
+        y = on(values(5, 3), S(1)) @ on(values(3, 4), S(0))
+        with pytest.raises(InplaceError, match="out-of-place"):
+            torch._foreach_clamp_min_([y.detach()], 0.0)
+        z = y * 1
+        torch._foreach_clamp_min_([z], 0.0)
+        torch.testing.assert_close(torch.from_numpy(z.numpy()), (values(5, 3) @ values(3, 4)).clamp(0))
 
     simulate(2, on_ranks)
 
