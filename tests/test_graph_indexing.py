@@ -47,7 +47,14 @@ def number(x: Any, v: Any, i: Any, j: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("write", [rows, corner, put, number])
+def one_row(x: Any, v: Any, i: Any, j: Any) -> Any:
+    x[i[1]] = v[0, :3]
+    x[i[0], :, j[0] - 3] += v[1]
+    x[i, i[2] - 4] = v[:, :3]
+    return x
+
+
+@pytest.mark.parametrize("write", [rows, corner, put, number, one_row])
 @pytest.mark.parametrize(("where", "sbp"), [(LINE, [S(0)]), (LINE, [S(2)]), (LINE, [P]), (GRID, [S(0), S(2)]), (GRID, [S(2), S(0)]), (GRID, [S(0), S(0)])])
 def test_writing_into_split_dims(write: Callable[..., Any], where: Any, sbp: Any) -> None:
     def step(x: Any, v: Any, i: Any, j: Any) -> Any:

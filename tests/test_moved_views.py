@@ -21,6 +21,7 @@ PLACEMENTS = {(2,): [[B], [S(0)], [S(1)]], (3,): [[S(0)], [S(1)]], (2, 2): [[S(0
 VIEWS: dict[str, Callable[[Any], list[Any]]] = {
     "first": lambda x: [x[0]],
     "last": lambda x: [x[-1]],
+    "number": lambda x: [x[torch.tensor(0)]],
     "rows": lambda x: [x[1:]],
     "steps": lambda x: [x[::2]],
     "columns": lambda x: [x[..., :1]],

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from .._torch import is_fake
+from ..moved import MovedView
+from ..wrapper import GlobalTensor
 from .cut import cut, stays_split, takes
 from .gather import extended, filled, first_share, only, picked, picks
 from .notation import Arg, Op, Split, align
@@ -198,6 +200,13 @@ def _is_number(item: Any) -> bool:
 
 
 def _get_by_number(x: Any, index: Any) -> Any:
+    out = _picked_by_number(x, index)
+    if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(x, GlobalTensor):
+        return out
+    return MovedView.of(out._local, out._spec, x, lambda source: _picked_by_number(source, index), index)  # as in torch, numbers alone take no copy
+
+
+def _picked_by_number(x: Any, index: Any) -> Any:
     # Picked as by an index of one element: the number is never asked for, so nobody waits for it.
     items, d, key = _items(index), 0, []
     for k, i in enumerate(items):
@@ -207,6 +216,20 @@ def _get_by_number(x: Any, index: Any) -> Any:
         key.append(i)
         d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
     return x[tuple(key)]
+
+
+def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
+    """The first number's row is taken out, written into by the rest of the index, and put back."""
+    items, d = _items(index), 0
+    for k, i in enumerate(items):
+        if _is_number(i):
+            place = (*[slice(None)] * d, i.reshape(1))
+            row = x[place]
+            row[(*items[:k], 0, *items[k + 1 :])] = value
+            x[place] = row
+            return
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    x[tuple(items)] = value
 
 
 def _plain_key(p: Part, at: Any) -> Any:
@@ -251,7 +274,7 @@ def _set_plainer(x: Any, index: Any, value: Any) -> None:
             x[...] = value
         return
     x, index = _plainer(x, index)
-    x[tuple(int(i) if _is_number(i) else i for i in index)] = value
+    _set_by_number(x, tuple(int(i) if _is_number(i) and type(i) is torch.Tensor and not is_fake(i) else i for i in index), value)
 
 
 def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
