@@ -149,7 +149,7 @@ class _Exchanged:
         self.locals = [[p._local for p in group["params"]] for group in groups]
         self.held = list(map(held.get, self.params))
         self.state, self.mine = mine_of, list(mine_of.values())
-        self.values = self._values()
+        self.lengths, self.values = list(map(len, self.mine)), list(itertools.chain.from_iterable(map(dict.values, self.mine)))
         self.settings = list(map(_settings, groups))
         self.fused: list[State] = []  # the groups that step with the fused kernel unasked
 
@@ -161,9 +161,6 @@ class _Exchanged:
             return None
         usual = all(p._shard is None and (p in held) == (p._local in mine_of) for group in groups for p in group["params"])
         return cls(groups, held, mine_of) if usual else None
-
-    def _values(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self.mine))))
 
     def gradients(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """(local tensor, its gradient) of those that do not lie together; None: look at all."""
@@ -195,7 +192,9 @@ class _Exchanged:
 
     def unchanged(self) -> bool:
         """Whether the states of the local tensors hold what they held."""
-        return len(self.state) == len(self.mine) and self._values() == self.values
+        if len(self.state) != len(self.mine) or list(map(len, self.mine)) != self.lengths:
+            return False
+        return all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.mine)), self.values))
 
 
 def _settings(group: State) -> Any:

@@ -35,7 +35,8 @@ class Held:
         #: Parameters and buffers, each once.
         self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
         self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
-        self._known = frozenset(map(id, self.parameters))
+        self._stepped: list[torch.Tensor] = []  # what the optimizers had when gradients were last cleared,
+        self._besides: list[torch.Tensor] = []  # and what of it the modules do not hold
 
     def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
         """Whether these modules hold the same parts and tensors still."""
@@ -55,10 +56,11 @@ class Held:
     def clear(self, optimizers: Iterable[Optimizer]) -> None:
         """No gradients are left, in the optimizers' parameters too."""
         _clear(self.parameters)
-        known = self._known
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                _clear([p for p in group["params"] if id(p) not in known])
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(params) != len(self._stepped) or not all(map(operator.is_, params, self._stepped)):
+            known = set(map(id, self.parameters))
+            self._stepped, self._besides = params, [p for p in params if id(p) not in known]
+        _clear(self._besides)
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
