@@ -404,6 +404,16 @@ def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) 
     simulate(2, on_ranks)
 
 
+def test_operands_of_einsum_in_a_list() -> None:
+    def on_ranks() -> None:
+        x, y = values(4, 6), values(6, 3, seed=1)
+        where = flow.placement("cpu", [0, 1])
+        mine = [t.to_global(where, B).to_global(sbp=S(0)) for t in (x, y)]  # type: ignore[attr-defined]
+        same(flow.nn.Graph.trace(lambda x, y: torch.einsum("bi,ij->bj", (x, y)))(*mine), x @ y)  # type: ignore[call-overload]
+
+    simulate(2, on_ranks)
+
+
 def test_capture_runs_no_kernel() -> None:
     model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
