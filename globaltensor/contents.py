@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
 from .sbp import broadcast, partial_sum
 from .spec import Spec
+from .visible import visible
 from .wrapper import GlobalTensor
 
 __all__ = ["replace_local", "set_", "set_data", "set_requires_grad"]
@@ -40,6 +42,7 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
     return self
 
 
+@functools.partial(visible, alone=lambda x: x.data)
 def data(self: GlobalTensor) -> GlobalTensor:
     if isinstance(self, MovedView):
         return twin(self, detached=True)

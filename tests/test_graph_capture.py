@@ -404,6 +404,43 @@ def test_a_plain_tensor_compared_with_a_global_one(compare: Callable[..., Any]) 
     simulate(2, on_ranks)
 
 
+def test_data_of_uneven_parts() -> None:
+    """Targets that follow softly: ``t.data.mul_(0.9); t.data.add_(0.1 * p.data)``."""
+
+    def follow(target: Any, source: Any) -> None:
+        target.data.mul_(0.5)
+        target.data.add_(0.5 * source.data)
+
+    def on_ranks() -> None:
+        where = flow.placement("cpu", [0, 1])
+        plain = [values(3), values(3, seed=1)]
+        target, source = (nn.Parameter(v.to_global(where, B).to_global(sbp=S(0))) for v in plain)  # type: ignore[attr-defined]
+
+        def build(x: Any) -> Any:
+            follow(target, source)
+            return x * 1
+
+        graph = flow.nn.Graph.trace(build)
+        for _ in range(2):
+            graph(source.detach())
+            follow(*plain)
+            same(target, plain[0])
+        alone = graph.on_one_device()
+        torch.testing.assert_close(alone(values(3))[0], values(3))
+
+    simulate(2, on_ranks)
+
+
+def test_operands_of_einsum_in_a_list() -> None:
+    def on_ranks() -> None:
+        x, y = values(4, 6), values(6, 3, seed=1)
+        where = flow.placement("cpu", [0, 1])
+        mine = [t.to_global(where, B).to_global(sbp=S(0)) for t in (x, y)]  # type: ignore[attr-defined]
+        same(flow.nn.Graph.trace(lambda x, y: torch.einsum("bi,ij->bj", (x, y)))(*mine), x @ y)  # type: ignore[call-overload]
+
+    simulate(2, on_ranks)
+
+
 def test_capture_runs_no_kernel() -> None:
     model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -47,6 +47,22 @@ def read_first(x: Tensor, target: Tensor, weight: Tensor) -> float:
     return value
 
 
+def read_without_gradients(x: Tensor, target: Tensor, weight: Tensor) -> float:
+    """As a meter does, which sums losses up under no_grad."""
+    loss = F.cross_entropy(x @ weight, target)
+    with torch.no_grad():
+        meter = loss * 2 + torch.zeros_like(loss)
+    loss.backward()
+    return meter.item()
+
+
+def read_detached_without_gradients(x: Tensor, target: Tensor, weight: Tensor) -> None:
+    loss = F.cross_entropy(x @ weight, target)
+    with torch.inference_mode():
+        torch.isnan(loss.detach()).any().item()
+    (loss + 1).backward()
+
+
 def read_later(x: Tensor, target: Tensor, weight: Tensor) -> tuple[float, float]:
     loss = F.nll_loss((x @ weight).log_softmax(1), target)
     loss.backward()
@@ -177,7 +193,8 @@ def failing(x: Tensor, target: Tensor, weight: Tensor) -> float:
 
 
 USES: list[Uses] = [
-    backward, scaled, read_first, read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses, divided, looked_at_anew,
+    backward, scaled, read_first, read_without_gradients, read_detached_without_gradients,
+    read_later, twice, accumulated, second_order, with_hook, kept_gradient, two_losses, divided, looked_at_anew,
     hooked_from_now_on, detached, recomputed, failing,
 ]  # fmt: skip
 

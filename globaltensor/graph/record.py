@@ -41,8 +41,6 @@ _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson
 #: Functions that hand out values, and those that make a tensor from values.
 _READING: Final = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.to_dlpack})
 _MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
-#: Of this alone torch does not say the types: a mode is given none for ``stand_in == global``.
-_EQUALS: Final = torch.Tensor.__eq__
 
 
 class Local(Differentiated):
@@ -71,7 +69,7 @@ class Local(Differentiated):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(t, GlobalTensor) for t in (map(type, args) if func is _EQUALS else types)):
+        if any(issubclass(t, GlobalTensor) for t in types):
             with self:
                 return call(GlobalTensor, func, types, args, kwargs)
         special = self.special.get(func)
@@ -80,6 +78,10 @@ class Local(Differentiated):
         if func in visible.SEEN:
             with self:
                 return func.__wrapped__(*args, **kwargs)
+        # torch leaves out the types of ``stand_in == global``, and of operands in a list (``torch.einsum("i, i", [x, y])``).
+        if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
+            with self:
+                return call(GlobalTensor, func, types, args, kwargs)
         return self.record(func, args, kwargs)
 
     # States
