@@ -121,6 +121,20 @@ def a_result_that_does_not_fit() -> None:
         flow.comm.recv(0, (3,), torch.float32, "cpu")
 
 
+def sparse_sum() -> list[Any]:
+    rank = flow.env.get_rank()
+    x = torch.sparse_coo_tensor([[0, 2 + rank]], torch.tensor([1.0, 2.0]) * (rank + 1), (4,), check_invariants=True)
+    y = x.clone()
+    dist.all_reduce(x)
+    dist.all_reduce(y, async_op=True).wait()
+    return [x.to_dense().tolist(), y.to_dense().tolist()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sums_of_sparse_tensors_on_gloo() -> None:
+    assert run_on(2, sparse_sum) == [[[3, 0, 2, 4]] * 2] * 2
+
+
 def test_flow_comm_refuses_what_does_not_fit() -> None:
     run_on(2, a_result_that_does_not_fit)
 
