@@ -76,6 +76,14 @@ def in_oneflows_spelling() -> None:
     part = torch.empty(1)
     comm.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
     assert part.item() == 2 * (rank + 1)
+    parts = torch.empty(2, 3)
+    for shape in ((4, 3), (2, 3, 2), (12,)):  # what torch takes, and what says only how many there are
+        comm.reduce_scatter_tensor(parts.zero_(), torch.arange(12.0).reshape(shape))
+        assert parts.flatten().tolist() == [2.0 * (6 * rank + i) for i in range(6)]
+    comm.reduce_scatter_tensor(gaps[0], mine.repeat(2))
+    assert gaps[0].tolist() == [1, 1]
+    with pytest.raises(ShapeError, match="must hold 12 elements"):
+        comm.reduce_scatter_tensor(parts, torch.empty(4, 2))
     with pytest.raises(ShapeError, match="must hold 4 elements"):
         comm.all_gather_into_tensor(torch.empty(3), mine)
     with pytest.raises(ShapeError, match="1 entries for 2 ranks"):
