@@ -81,8 +81,15 @@ def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor]) -> None
 
 
 def reduce_scatter_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-    """Rank i gets the sum of part i of every rank's tensor, cut along dim 0."""
-    dist.reduce_scatter_tensor(output_tensor, input_tensor)
+    """Rank i gets the sum of part i of every rank's tensor, cut along dim 0; parts of any shape of that size. Raises ShapeError where the size doesn't fit."""
+    size = start().size
+    if input_tensor.numel() != size * output_tensor.numel():
+        sizes = f"{tuple(input_tensor.shape)} for {size} outputs of {tuple(output_tensor.shape)}"
+        raise ShapeError(f"comm.reduce_scatter_tensor: the input is {sizes}: it must hold {size * output_tensor.numel()} elements")
+    flat = output_tensor.contiguous().view(-1)
+    dist.reduce_scatter_tensor(flat, input_tensor.contiguous().view(-1))
+    if flat.data_ptr() != output_tensor.data_ptr():
+        output_tensor.copy_(flat.view(output_tensor.shape))
 
 
 def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0) -> None:

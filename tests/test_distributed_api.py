@@ -76,6 +76,14 @@ def in_oneflows_spelling() -> None:
     part = torch.empty(1)
     comm.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
     assert part.item() == 2 * (rank + 1)
+    parts = torch.empty(2, 3)
+    for shape in ((4, 3), (2, 3, 2), (12,)):  # what torch takes, and what says only how many there are
+        comm.reduce_scatter_tensor(parts.zero_(), torch.arange(12.0).reshape(shape))
+        assert parts.flatten().tolist() == [2.0 * (6 * rank + i) for i in range(6)]
+    comm.reduce_scatter_tensor(gaps[0], mine.repeat(2))
+    assert gaps[0].tolist() == [1, 1]
+    with pytest.raises(ShapeError, match="must hold 12 elements"):
+        comm.reduce_scatter_tensor(parts, torch.empty(4, 2))
     with pytest.raises(ShapeError, match="must hold 4 elements"):
         comm.all_gather_into_tensor(torch.empty(3), mine)
     with pytest.raises(ShapeError, match="1 entries for 2 ranks"):
@@ -119,6 +127,20 @@ def a_result_that_does_not_fit() -> None:
         with pytest.raises(ShapeError, match=r"out is torch\.float32 \(2,\), but rank 0 sends torch\.float32 \(3,\)"):
             flow.comm.recv(0, out=torch.ones(2))
         flow.comm.recv(0, (3,), torch.float32, "cpu")
+
+
+def sparse_sum() -> list[Any]:
+    rank = flow.env.get_rank()
+    x = torch.sparse_coo_tensor([[0, 2 + rank]], torch.tensor([1.0, 2.0]) * (rank + 1), (4,), check_invariants=True)
+    y = x.clone()
+    dist.all_reduce(x)
+    dist.all_reduce(y, async_op=True).wait()
+    return [x.to_dense().tolist(), y.to_dense().tolist()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sums_of_sparse_tensors_on_gloo() -> None:
+    assert run_on(2, sparse_sum) == [[[3, 0, 2, 4]] * 2] * 2
 
 
 def test_flow_comm_refuses_what_does_not_fit() -> None:

@@ -321,6 +321,16 @@ def test_training_and_evaluation_mode() -> None:
     assert graph._captures == 2
 
 
+def test_names_count_the_graphs_of_a_class() -> None:
+    class Counted(flow.nn.Graph):
+        pass
+
+    class AlsoCounted(Counted):
+        pass
+
+    assert [graph().name for graph in (Counted, Counted, AlsoCounted, Counted)] == ["Counted_0", "Counted_1", "AlsoCounted_0", "Counted_2"]
+
+
 def test_attributes_of_the_graph() -> None:
     class Scaled(Evaluation):
         factor, table = 2.0, torch.ones(2)

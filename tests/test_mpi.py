@@ -253,6 +253,11 @@ def _coalesced() -> None:
     outs, ins = [torch.empty(1), torch.empty(2)], [torch.arange(2.0), torch.arange(4.0)]
     group.reduce_scatter_tensor_coalesced(outs, ins).wait()
     assert [out.tolist() for out in outs] == [[2.0 * me], [4.0 * me, 4.0 * me + 2]]
+    lists, ins = [[torch.empty(2), torch.empty(2)] for _ in range(2)], [torch.full((2,), 10.0 * me), torch.full((2,), 10.0 * me + 1)]
+    group.allgather_coalesced(lists, ins).wait()
+    assert [[out.tolist() for out in outs] for outs in lists] == [[[10.0 * r] * 2, [10.0 * r + 1] * 2] for r in range(2)], "first the rank, then the tensor"
+    with pytest.raises(WorldError, match="one for each rank"):
+        group.allgather_coalesced(lists[:1], ins)
     with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.irecv(xs[0], 1 - me)
         dist.isend(torch.full((1,), 7.0 + me), 1 - me)

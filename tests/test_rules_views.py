@@ -207,3 +207,11 @@ def counted() -> None:
 
 def test_numbers_that_are_tensors() -> None:
     simulate(2, counted)
+
+
+def test_a_place_in_an_empty_dim_is_out_of_range() -> None:
+    def on_ranks() -> None:
+        torch.zeros(3, 0, 2).to_global(flow.placement("cpu", [0, 1]), B).select(1, -1)
+
+    with pytest.raises(IndexError, match="out of range"):
+        simulate(2, on_ranks)

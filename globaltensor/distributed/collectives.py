@@ -143,6 +143,8 @@ class _Collective:
         if self.name == "all_gather" and len({t.numel() for t in self._tensors(given, self.writes)}) > 1:
             return _all_gather_unevenly(given, group)
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
+        if any(t.layout is not torch.strided for t in tensors):
+            return self.function(**given)  # gloo has sums of sparse tensors of its own
         swapped = {id(t): _carrier(t, self.reduces) for t in tensors}
         straight = all(swapped[id(t)].data_ptr() == t.data_ptr() and swapped[id(t)].dtype == t.dtype for t in tensors)
         try:

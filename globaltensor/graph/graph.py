@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,7 +46,7 @@ from .zero import Zero
 
 __all__ = ["Graph"]
 
-_numbers = itertools.count()
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of the graphs of each class
 
 #: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by globaltensor.auto.
 SEARCHES: list[Callable[..., Applied]] = []
@@ -110,7 +110,7 @@ class Graph:
     ) -> None:
         self.__dict__.update(
             config=Config(),
-            name=f"{type(self).__name__}_{next(_numbers)}",
+            name=f"{type(self).__name__}_{next(_numbers[type(self).__name__])}",
             _blocks={},
             _modules=OrderedDict(),
             _optimizers=[],

@@ -317,7 +317,7 @@ def _select(op: Op, input: Arg, dim: int, index: int) -> None:
     # The rank that has the element contributes it, the others zeros.
     op.reduce = {d: "max" if input.dtype == torch.bool else "sum"}
     passes(op)
-    at = index % input.shape[d]
+    at = index % max(input.shape[d], 1)
 
     def local(split: Split) -> Callable[..., torch.Tensor]:
         if not split.is_split(d):

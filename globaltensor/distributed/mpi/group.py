@@ -280,7 +280,15 @@ class MpiGroup(dist.ProcessGroup):
             rounds.append(collectives.all_gather(self._team, self._tag(), memory.read(mine), [memory.write(out) for out in outs]))
         return self._start("all_gather", memory, rounds, [t for outs in lists for t in outs], _options(opts))
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None) -> Work:
+        """``output_lists[r][i]`` is ``input_list[i]`` of rank r."""
+        lengths = [len(outs) for outs in output_lists]
+        if lengths != [len(input_list)] * self._team.size:
+            raise WorldError(
+                f"{self._who()}: all_gather_coalesced has output lists of {lengths} tensors; it needs {self._team.size} lists, one for each rank of the "
+                f"group, of {len(input_list)}, as many as there are inputs"
+            )
+        return self.allgather(list(zip(*output_lists, strict=True)), input_list, opts)
 
     def all_gather_single_coalesced(self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None) -> Work:
         memory, rounds, size = self._memory(), [], self._team.size
