@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device import DEVICE
-from support.everywhere import compare
+from support.everywhere import compare, full
 from support.oracle import check
 
 import globaltensor as flow
@@ -74,7 +74,8 @@ LOSSES: list[tuple[Any, ...]] = [
     *[(partial(F.kl_div, reduction=r), logp, soft) for r in ("mean", "sum", "batchmean", "none")],
     (partial(F.kl_div, log_target=True, reduction="batchmean"), logp, logp + 0.1),
     (F.soft_margin_loss, x(5), signs), (F.hinge_embedding_loss, x(5), signs), (F.margin_ranking_loss, x(5), x(5) * 2, signs),
-    (F.multi_margin_loss, x(5, 4), ids(4, 5)), (F.multilabel_margin_loss, x(5, 4), ids(4, 5, 4)), (F.cosine_embedding_loss, x(5, 3), x(5, 3) * 2, signs),
+    (F.multi_margin_loss, x(5, 4), ids(4, 5)), (F.multilabel_margin_loss, x(5, 4), ids(4, 5, 4)),
+    (partial(F.multilabel_margin_loss, reduction="none"), x(4), ids(4, 4)), (F.cosine_embedding_loss, x(5, 3), x(5, 3) * 2, signs),
     (F.triplet_margin_loss, x(5, 3), x(5, 3) * 2, x(5, 3) ** 2),
     (F.multilabel_soft_margin_loss, x(5, 4), soft), (F.multilabel_soft_margin_loss, x(5, 4), soft[:1]), (F.multilabel_soft_margin_loss, x(3, 4, 2), x(3, 4, 2)),
     *[(partial(F.triplet_margin_loss, reduction=r), x(1, 3), x(5, 3) * 2, x(5, 3) ** 2) for r in ("none", "mean")],
@@ -157,6 +158,17 @@ def test_batch_norm_follows_the_whole_batch() -> None:
         return out, layer(value), layer.running_mean, layer.running_var
 
     compare(run, x(5, 3, 2, 2))
+    compare(run, x(0, 3, 2, 2))
+
+
+def test_fractional_pools_of_given_samples() -> None:
+    """More samples than the batch has are left over; of no batch the first counts."""
+    for space in (2, 3):
+        pool = partial(getattr(F, f"fractional_max_pool{space}d"), kernel_size=2, output_size=2)
+        for lead in ((3, 4), (1, 4), (4,)):
+            for many in (lead[0] if len(lead) > 1 else 1, 5):
+                samples = torch.rand(many, 4, space, dtype=torch.float64, generator=torch.Generator().manual_seed(many))
+                compare(lambda v, s, pool=pool: pool(v, _random_samples=s.detach()), x(*lead, *[4] * space), samples, draws=3)
 
 
 def test_attention_of_groups() -> None:
@@ -252,6 +264,47 @@ def test_gradient_of_the_gradient(row: Any) -> None:
         return slope
 
     compare(run, x(5, 6), grids=((2,),))
+
+
+#: Of a batch of two: on the third rank there is nothing, in most layouts.
+FEW: list[tuple[Any, ...]] = [
+    (F.conv1d, x(2, 4, 3), x(5, 4, 3), x(5)), (F.conv2d, x(2, 4, 3, 4), x(4, 2, 2, 2), x(4), 1, 0, 1, 2),
+    (F.conv_transpose2d, x(2, 4, 3, 3), x(4, 2, 3, 3), x(2)),
+    (F.batch_norm, x(2, 2, 3), x(2), x(2) ** 2, x(2), x(2)), (F.group_norm, x(2, 6, 4), 1, x(6), x(6)), (F.instance_norm, x(2, 2, 4), None, None, x(2), x(2)),
+    (F.bilinear, x(2, 3), x(2, 3), x(2, 3, 3), x(2)), (F.pad, x(2, 3, 4), (1, 1), "reflect"), (F.pad, x(2, 3, 4), (1, 1), "replicate"),
+    (F.interpolate, x(2, 1, 4), 8), (F.unfold, x(2, 1, 4, 4), 2), (F.avg_pool1d, x(2, 1, 4), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FEW, ids=name)
+def test_gradient_of_the_gradient_where_a_rank_has_nothing(row: Any) -> None:
+    """All ranks must find the same ways back, or some wait for others."""
+    function, *args = row
+    trained = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and not (function is F.batch_norm and i in (1, 2))]
+
+    def second(operands: Any) -> list[Any]:
+        leaves = [operands[i] for i in trained]
+        first = torch.autograd.grad(function(*operands).sum(), leaves, create_graph=True, allow_unused=True)
+        bent = [g for g in first if g is not None and g.requires_grad]
+        found = torch.autograd.grad(sum((g * g).sum() for g in bent), leaves, allow_unused=True) if bent else []
+        return [*first, *found]
+
+    want = second([a.clone().requires_grad_(i in trained) if isinstance(a, torch.Tensor) else a for i, a in enumerate(args)])
+
+    def body() -> None:
+        line = flow.placement("cpu", [0, 1, 2])
+        for dim in (0, 1):
+            for params in (flow.sbp.broadcast, flow.sbp.split(0)):
+                put = [
+                    a.to_global(line, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(dim) if a is args[0] else params).detach().requires_grad_(i in trained)
+                    if isinstance(a, torch.Tensor) else a for i, a in enumerate(args)
+                ]  # fmt: skip
+                got = second(put)
+                assert len(got) == len(want)
+                for g, w in zip(got, want, strict=True):
+                    assert (w is None or not w.any()) if g is None else torch.allclose(full(g), torch.zeros(g.shape).double() if w is None else w.detach())
+
+    simulate(3, body, timeout=20.0)
 
 
 ALL = "all_reduce"

@@ -14,7 +14,7 @@ from ..boxing.halo import fetch
 from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
 from .matmul import product
 from .notation import Arg, Dims, Op, Split
-from .parts import register, unless_empty, zeros_connected
+from .parts import register, stand_in, unless_empty, zeros_of
 
 __all__: list[str] = []
 
@@ -109,7 +109,7 @@ def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -
         over, first, shape = split_room(split), min(form.windows), split.ins[0].local_shape(split.rank)
         lacking = 0 in shape[:first] or any(0 in spec.local_shape(split.rank) for spec in split.ins[1:])
         groups = {} if form.channels is None or lacking else {"groups": shape[first - 1] // form.channels}
-        nothing = _nothing(form.read, split)
+        nothing = _nothing(form, split)
         if over:
             return over_space(form, split, over, groups, nothing if lacking or 0 in split.out_shape() else None)
         if lacking or 0 in shape:
@@ -121,14 +121,14 @@ def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -
     return local
 
 
-def _nothing(read: _Bound, split: Split) -> Callable[..., Tensor]:
+def _nothing(form: _Form, split: Split) -> Callable[..., Tensor]:
     """Of no elements: zeros that stay in the graph, and the bias."""
-    shape, dtype = split.out_shape(), split.outs[0].dtype
+    shape = split.out_shape()
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        call = read(*args, **kwargs)
-        bias = call["bias"]
-        out = zeros_connected(shape, dtype, [t for t in (call["input"], call["weight"], bias) if t is not None])
+        call = form.read(*args, **kwargs)
+        bias, one = call["bias"], (1,) * call["weight"].ndim
+        out = zeros_of(shape, form.function(stand_in(call["input"], *one), stand_in(call["weight"], *one), None if bias is None else stand_in(bias, 1)))
         return out if bias is None else out + bias.reshape(-1, *[1] * (call["weight"].ndim - 2))  # of no input channels, the bias remains
 
     return run
@@ -158,7 +158,7 @@ def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], 
         a, b = offsets[d], offsets[d] + lengths[d]
         low, high = w.sources(a, b)
         if low == high:
-            nothing = nothing or _nothing(form.read, split)
+            nothing = nothing or _nothing(form, split)
         sides[d] = (low * w.stride - w.left - a, b - ((high - 1) * w.stride - w.left + w.dilation * (w.kernel - 1) + 1))
     padding = [0 if d in over else w.left for d, w in form.windows.items()]
 

@@ -120,6 +120,14 @@ def _by_sample(function: Any, ranks: Sequence[int]) -> None:
 _by_sample(F.multi_margin_loss, [1, 0])
 _by_sample(F.multilabel_margin_loss, [1])
 _by_sample(F.multilabel_soft_margin_loss, [1])
+
+
+@composite("multilabel_margin_loss", lambda input, target, *args, **kwargs: input.ndim == 1)
+def _one_multilabel_margin_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of one sample alone torch tells another shape on meta tensors than it gives."""
+    return F.multilabel_margin_loss(input[None], target[None], *args, **kwargs).reshape(())
+
+
 _by_sample(F.cosine_embedding_loss, [1, 1, 0])
 _by_sample(F.triplet_margin_loss, [1])
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .notation import Arg, Dims, Factor, Op, Split, align
-from .parts import canonical, dims_of, operands, register, zeros_connected
+from .parts import canonical, dims_of, operands, register, stand_in, zeros_of
 from .registry import rule
 
 __all__ = ["product"]
@@ -108,10 +108,11 @@ def _bilinear(op: Op, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = 
 def _bilinear_part(split: Split) -> Callable[..., Tensor]:
     if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
         return F.bilinear
-    shape, dtype = split.out_shape(), split.outs[0].dtype
+    shape = split.out_shape()
 
     def empty(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = zeros_connected(shape, dtype, [input1, input2, weight])
+        one = None if bias is None else stand_in(bias, 1)
+        out = zeros_of(shape, F.bilinear(stand_in(input1, 1, 1), stand_in(input2, 1, 1), stand_in(weight, 1, 1, 1), one))
         return out if bias is None else out + bias
 
     return empty

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .extremum import settled
 from .notation import Arg, Dims, Factor, Op, Split
-from .parts import dims_of, reduced, register, split_in, unless_empty
+from .parts import dims_of, reduced, register, split_in, stand_in, unless_empty
 from .registry import rule
 
 __all__: list[str] = []
@@ -107,7 +107,16 @@ def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, 
         return run
 
     op.local = local
-    op.local = unless_empty(op)
+    op.local = unless_empty(op, alike=_group_norm_of_one)
+
+
+def _group_norm_of_one(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    return F.group_norm(stand_in(input, 1, 1, 2), 1, *_of_one(weight, bias))
+
+
+def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
+    """Stand-ins for what has a number for each channel."""
+    return [None if t is None else stand_in(t, 1) for t in channels]
 
 
 def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
@@ -132,7 +141,14 @@ def _instance_norm(
         if p is not None:
             op.set(p, ("c",))
     op.whole = {"n", "c", *(("s", d) for d in space)} if tracked else {("s", d) for d in space}
-    op.local = unless_empty(op, F.instance_norm)
+    op.local = unless_empty(op, F.instance_norm, _instance_norm_of_one)
+
+
+def _instance_norm_of_one(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    use_input_stats: bool = True, *rest: Any, **more: Any,
+) -> Tensor:  # fmt: skip
+    return F.instance_norm(stand_in(input, 1, 1, 2), *_of_one(running_mean, running_var, weight, bias), use_input_stats)
 
 
 def _split_instance_norm(
@@ -141,8 +157,8 @@ def _split_instance_norm(
 ) -> Tensor:  # fmt: skip
     space = tuple(range(2, input.ndim))
     out, mean, variance = _centred(input, space, eps)
-    if running_mean is not None and running_var is not None:
-        count = math.prod(input.shape[d] for d in space)
+    count = math.prod(input.shape[d] for d in space)
+    if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
             _follow(running_mean, mean.detach().mean((0, *space)), momentum)
             _follow(running_var, variance.detach().mean((0, *space)) * (count / max(1, count - 1)), momentum)
@@ -177,7 +193,14 @@ def _batch_norm(
     if training:
         # The running statistics are written in place: each rank's copy must see every channel.
         op.whole = {*others, "c"} if running_mean is not None else set(others)
-    op.local = unless_empty(op, F.batch_norm)
+    op.local = unless_empty(op, F.batch_norm, _batch_norm_of_one)
+
+
+def _batch_norm_of_one(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, *rest: Any, **more: Any,
+) -> Tensor:  # fmt: skip
+    return F.batch_norm(stand_in(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training)
 
 
 def _split_batch_norm(
@@ -188,7 +211,7 @@ def _split_batch_norm(
     others = tuple(d for d in range(input.ndim) if d != 1)
     count = math.prod(input.shape[d] for d in others)
     out, mean, variance = _centred(input, others, eps)
-    if running_mean is not None and running_var is not None:
+    if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
             _follow(running_mean, mean.detach().reshape(-1), momentum)
             _follow(running_var, variance.detach().reshape(-1) * (count / max(1, count - 1)), momentum)

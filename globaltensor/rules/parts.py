@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .notation import Arg, Dims, Factor, Op, Split
 from .registry import RULES, Rule
 
-__all__ = ["canonical", "dims_of", "kept", "operands", "reduced", "register", "split_in", "unless_empty", "zeros_connected"]
+__all__ = [
+    "canonical", "dims_of", "kept", "operands", "reduced", "register", "split_in", "stand_in", "unless_empty", "zeros_connected",
+    "zeros_of",
+]  # fmt: skip
 
 
 def canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -76,17 +81,32 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
     if not (dtype.is_floating_point or dtype.is_complex):
         return out
     # Sums of nothing: no value, not even a NaN, gets through; squared, so that a gradient of the gradient finds its way as well.
-    nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if t.is_floating_point() or t.is_complex())
+    nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if _smooth(t))
     if not isinstance(nothing, Tensor):
         return out
     nothing = nothing.real if nothing.is_complex() and not dtype.is_complex else nothing
     return out + (nothing * nothing).to(dtype)
 
 
-def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable[[Split], Callable[..., Any]]:
+def stand_in(t: Tensor, *shape: int) -> Tensor:
+    """Ones of this shape that hang on ``t`` in the graph and take no value from it."""
+    return F.pad(t.reshape(-1)[:0], (0, math.prod(shape)), value=1.0).view(shape)
+
+
+def zeros_of(shape: tuple[int, ...], made: Tensor) -> Tensor:
+    """Zeros that depend in the graph on ``made`` and on what it was made of, just as a result with elements does.
+
+    Which gradients depend on which operands is decided by torch's function for gradients, and all ranks must see the same: one that finds no way back where
+    others do leaves them waiting in the second backward pass. So a rank without elements runs that function too, on stand-ins of one element.
+    """
+    return F.pad(made.reshape(-1)[:0], (0, math.prod(shape))).view(shape)
+
+
+def unless_empty(op: Op, function: Callable[..., Any] | None = None, alike: Callable[..., Tensor] | None = None) -> Callable[[Split], Callable[..., Any]]:
     """A ``local`` for kernels that refuse empty operands: where this rank got no element of some operand, zeros that stay in the graph.
 
-    What torch says of an operand that is empty everywhere (the determinant of nothing is 1) is left to torch.
+    ``alike``: of a function of several operands, the same function on stand-ins for them. What torch says of an operand that is empty everywhere (the
+    determinant of nothing is 1) is left to torch.
     """
     before = op.local
 
@@ -99,8 +119,14 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable
         shapes = [(split.out_shape(i), spec.dtype) for i, spec in enumerate(split.outs)]
 
         def empty(*args: Any, **kwargs: Any) -> Any:
+            if alike is not None:
+                return zeros_of(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
-            made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]
+            found = _on_stand_ins(function or op.function, split, args, kwargs) if len(inputs) == 1 and _smooth(inputs[0]) else []
+            if len(found) == len(shapes):
+                made = [zeros_of(shape, t) for (shape, _), t in zip(shapes, found, strict=True)]
+            else:
+                made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]
             if len(made) == 1:
                 return made[0]
             smooth = _differentiable(op.function, split, args, kwargs)
@@ -109,6 +135,26 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None) -> Callable
         return empty
 
     return local
+
+
+def _smooth(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _on_stand_ins(function: Callable[..., Any], split: Split, args: Any, kwargs: Any) -> list[Tensor]:
+    """Results of the same call on stand-ins, with an element where this rank has none; nothing where torch cannot run it so."""
+    places = iter(enumerate(split.ins))
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            i, spec = next(places)
+            return stand_in(value, *[n or split.op.scale.get((i, d), 1) for d, n in enumerate(spec.local_shape(split.rank))])
+        return type(value)(map(of, value)) if type(value) in (tuple, list) else value
+
+    try:
+        return operands([function(*of(args), **{k: of(v) for k, v in kwargs.items()})], {})
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return []
 
 
 def _differentiable(function: Any, split: Split, args: Any, kwargs: Any) -> list[bool]:

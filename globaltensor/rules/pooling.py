@@ -221,8 +221,11 @@ def _adaptive(function: Any, space: int) -> None:
 
 def _fractional(function: Any, space: int) -> None:
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
-        _parallel(op, space)
+        lead = _parallel(op, space)
         op.random = len(op.args) == 1
+        for samples in op.args[1:]:  # of each channel of each element of the batch; there may be more than the batch has, and of no batch the first counts
+            op.set(samples, (0 if lead > 1 and samples.shape[0] == op.args[0].shape[0] else None, lead - 1, None))
+            op.whole = {d for d in range(lead) if d not in op.dims[samples.index]}
         op.local = unless_empty(op, function)
 
     register(function, describe)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .halo import moved, split_room
 from .notation import Arg, Op, Split
+from .parts import stand_in, zeros_of
 from .registry import rule
 from .views import passes
 
@@ -118,8 +119,10 @@ def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: 
 
     def rest(part: Tensor, whole: list[int]) -> Tensor:
         here = [n for k in range(len(pad) // 2) for n in (pad[2 * k : 2 * k + 2] if input.ndim - 1 - k in whole else (0, 0))]
+        if not whole or part.numel():
+            return F.pad(part, here, mode, value) if whole else part
         # The other modes refuse empty parts, which have nothing to reflect.
-        return F.pad(part, here, mode if part.numel() else "constant", value) if whole else part
+        return zeros_of(F.pad(part, here).shape, F.pad(stand_in(part, *[n or 1 for n in part.shape]), here, mode, value))
 
     _moves(op, input, {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()}, rest, value or 0.0)
     if mode != "constant" or not value:

@@ -60,7 +60,7 @@ def _one(func: Any, tensors: Any, args: Any, kwargs: Any, placement: Any, whole:
     assert len(got) == len(want), f"{len(got)} results, not {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.is_global
-        assert g.dtype == w.dtype, f"result {i} is {g.dtype}, not {w.dtype}"
+        assert (g.dtype, g.shape) == (w.dtype, w.shape), f"result {i} is {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}"
         close(full(g), w.detach(), f"result {i}")
     smooth = [i for i, w in enumerate(want) if w.requires_grad]
     if not smooth:
