@@ -9,6 +9,7 @@ import torch
 from . import hooks, reducer, sharded
 from .boxing import box
 from .errors import InplaceError, SbpError
+from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
 from .sbp import broadcast, partial_sum
 from .spec import Spec
@@ -48,7 +49,8 @@ def data(self: GlobalTensor) -> GlobalTensor:
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
-    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer."""
+    """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer and keeps its gradient, which then
+    lies as y does and has its dtype."""
     if not isinstance(value, GlobalTensor):
         raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
@@ -59,7 +61,10 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return
+    grad = get_grad(self) if self._local.is_leaf and self._local.requires_grad else None
     replace_local(self, value._local.detach(), value._spec)
+    if grad is not None and grad.shape == self.shape:
+        set_grad(self, grad.to_global(placement=self.placement, sbp=self.sbp).to(self.dtype))
 
 
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:

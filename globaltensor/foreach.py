@@ -111,6 +111,8 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
     parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
+    if math.isinf(order):  # torch has no largest element of nothing: of a part that is none, what changes no other
+        parts = [t if t.numel() or not s.numel else t.new_full((1,), 0.0 if order > 0 else math.inf) for t, s in zip(parts, specs, strict=True)]
     found = dict(zip(mine, func([parts[i] for i in mine], *args[1:], **kwargs), strict=True)) if mine else {}
     everyone = _together([s.placement for s in specs])
     out = []

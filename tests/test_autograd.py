@@ -391,6 +391,22 @@ def test_hooks_stay_with_a_leaf_that_gets_other_data() -> None:
         assert w.grad.sbp == (after,)
 
 
+@on(2)
+def test_a_leaf_that_gets_other_data_keeps_its_gradient() -> None:
+    for before, after in ((B, B), (S(0), S(0)), (B, S(0)), (S(0), B), (P, B), (S(1), P)):
+        w = nn.Parameter(leaf(values(4, 3), before).detach())
+        (w * w).sum().backward()
+        w.data = leaf(values(4, 3, seed=2), after).detach()
+        assert w.grad.sbp == (after,)
+        assert torch.equal(full(w.grad), values(4, 3) * 2)
+        (w * w).sum().backward()
+        assert torch.allclose(full(w.grad), values(4, 3) * 2 + values(4, 3, seed=2) * 2)
+        model = nn.ParameterList([w]).float()
+        assert w.dtype is w.grad.dtype is torch.float32
+        assert model[0] is w
+        assert torch.allclose(full(w.grad).double(), values(4, 3) * 2 + values(4, 3, seed=2) * 2, rtol=1e-5)
+
+
 def _steps_on_a_grid() -> None:
     """Both kinds of hooks on parameters that are summed over one axis and split over the other."""
     where = flow.placement("cpu", [[0, 1], [2, 3]])
