@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 import torch
@@ -359,6 +360,11 @@ def tracing() -> Any:
 def transforming() -> bool:
     """Whether a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+#: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see whether a kernel for causal masks would do (torch 2.0). A
+#: static graph has no values, and no public function stands between that question and the layers.
+CAUSAL_CHECK: CodeType = torch.nn.modules.transformer._detect_is_causal_mask.__code__
 
 
 def watch_checkpoints(region: Any) -> None:

@@ -642,6 +642,46 @@ def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
     simulate(2, one_fails, timeout=30.0)
 
 
+@pytest.mark.parametrize("mask", ["causal", "another", "plain"])
+def test_a_mask_of_torchs_transformers(mask: str) -> None:
+    """They look whether a mask is the causal one, to take a shorter way: a graph takes the long one, with the same numbers."""
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True).double().eval()
+    x, y = values(4, 3, 8), values(4, 3, 8, seed=1)
+    hidden = nn.Transformer.generate_square_subsequent_mask(3).double() if mask != "another" else values(3, 3, seed=2)
+    want = model(x, y, hidden, hidden)
+
+    def body() -> None:
+        line = flow.placement.all("cpu")
+        mine = copy.deepcopy(model).to_global(line, B)
+        put = [t.to_global(line, B).to_global(sbp=S(0)) for t in (x, y)]
+        masks = [hidden if mask == "plain" else hidden.to_global(line, B)] * 2
+        same(graph_of(mine, lambda m, *args: m(*args))(*put, *masks), want)
+
+    simulate(2, body, timeout=20.0)
+
+
+def test_gaussian_likelihoods() -> None:
+    """Of variances of every admitted shape; one below zero is told where the program has values to look at."""
+    x, y = values(5, 3), values(5, 3, seed=1)
+
+    def body() -> None:
+        line = flow.placement.all("cpu")
+        for shape in ((5, 3), (5, 1), (5,)):
+            for kind in ({}, {"full": True, "reduction": "sum"}, {"reduction": "none"}):
+                var = values(*shape, seed=2).square()
+                var[0] = 0.0
+                put = [t.to_global(line, B).to_global(sbp=S(0)) for t in (x, y, var)]
+                graph = graph_of(nn.Identity(), lambda m, *args, kind=kind: F.gaussian_nll_loss(*args, **kind))
+                same(graph(*put), F.gaussian_nll_loss(x, y, var, **kind))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="var has negative"):
+            graph(put[0], put[1], -(put[2] + 1))
+        with pytest.raises(ValueError, match="incorrect size"):
+            graph(put[0], put[1], put[0].T)
+
+    simulate(2, body, timeout=20.0)
+
+
 class LayerDrop(nn.Module):
     """As models of speech have it: a layer is dropped with some probability, often none."""
 

@@ -6,6 +6,7 @@ such a call runs, sees what it comes to on this rank's local tensors: torch func
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -274,6 +275,11 @@ class Local(Differentiated):
         return out
 
 
+def _asked_whether_causal(frame: Any) -> bool:
+    """Whether a truth is asked for by torch's look at a mask, itself or by way of the method of a global tensor."""
+    return _torch.CAUSAL_CHECK in (frame.f_code, frame.f_back and frame.f_back.f_code)
+
+
 class Logical(Recorder):
     """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what becomes of it."""
 
@@ -293,6 +299,8 @@ class Logical(Recorder):
             return self._staged(*args)
         if func is torch.Tensor.__bool__ and (told := decided(self.known.get(id(args[0])))) is not None:
             return told
+        if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
+            return False  # no shorter way is taken; the mask itself masks all the same
         if self.joins:
             args, kwargs = self._together(func, args, kwargs)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region

@@ -99,6 +99,39 @@ _squares = _reader(F.mse_loss)
 composite("mse_loss", lambda *args, **kwargs: (call := _squares(*args, **kwargs))["reduction"] == "mean" and call["weight"] is not None)(body_of(F.mse_loss))
 
 
+def variance(var: Tensor) -> Tensor:
+    """``var``, of whose parts none may be less than zero."""
+    if has_torch_function((var,)):
+        return handle_torch_function(variance, (var,), var)  # type: ignore[no-any-return]
+    if not is_fake(var) and not var.is_meta and bool((var < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    return var.clone()
+
+
+@rule([variance])
+def _variance(op: Op, var: Arg) -> None:
+    op.set(var, tuple(range(var.ndim)))
+    op.out = [op.dims[0]]
+
+
+def _gaussian_of_program(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:
+    var = variance(var) if isinstance(var, Tensor) else var * torch.ones_like(input)
+    if var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.ndim != input.ndim or sum(m for n, m in zip(input.shape, var.shape, strict=True) if n != m) != (var.shape != input.shape):
+        raise ValueError("var is of incorrect size")
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0.0))
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+@rule([F.gaussian_nll_loss])
+def _gaussian(op: Op, *args: Any, **kwargs: Any) -> None:
+    """By torch's own body; it looks at the variances first, which in a program each rank does with its part once there are values."""
+    op.composite = _gaussian_of_program if function_mode_on() else body_of(F.gaussian_nll_loss)
+
+
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:
     """One loss a sample: ``ranks`` are the dims of each operand for one sample (of a weight: one, its classes); the dims in front of them are samples, which
     broadcast, and parallel."""
