@@ -185,7 +185,9 @@ def settle(x: GlobalTensor) -> GlobalTensor:
         total, count = held.pop("_parts")
         if not count.started and (reducer := world().reducer) is not None:
             reducer.asked = True  # before backward: the next time it starts at once
-        found: Any = total / count() if source is None else source.detach()
+        # Who looks may do so without gradients (a meter under no_grad); the tensor keeps its own.
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad):
+            found: Any = total / count() if source is None else source.detach()
         x.__class__ = GlobalTensor
         x._local, x._spec = found._local, found._spec
         held.pop("_source", None)
