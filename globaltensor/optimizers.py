@@ -1,8 +1,8 @@
 """torch.optim's elementwise optimizers on global parameters, at the speed of local ones: for the length of a step they work on the local tensors.
 
 What these optimizers do to an element depends on nothing but that element's own parameter, gradient and state, so a step on each rank's part is a
-step on the whole. Others (LBFGS, Adafactor, Muon: they look at a whole tensor), subclasses, steps with a closure, and optimizers whose steps somebody
-else's hooks look at go the general way, call by call.
+step on the whole. Others (LBFGS, Adafactor, Muon: they look at a whole tensor), subclasses, and optimizers whose steps somebody else's hooks look at go
+the general way, call by call. A parameter whose parts are summands is stepped as their sum.
 
 Of a parameter with a ``_shard`` (ZeRO, graph/zero.py) a rank steps its share only: what it needs of the gradient, a state of that size. Afterwards the
 shares are gathered into the parameter, many at a time.
@@ -23,8 +23,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _torch
+from .boxing import box
 from .distributed.world import world
 from .gradients import local_grad
+from .sbp import broadcast, partial_sum
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
@@ -43,7 +45,14 @@ ALONE_BYTES = 1 << 20  # a parameter of this size, whose shares follow each othe
 def stepped(p: GlobalTensor) -> Spec:
     """How what a rank steps of a parameter, and the state of it, lie."""
     shard = p._shard
-    return shard if shard is not None and shard.shown is p._spec else p._spec  # it may have been laid otherwise since
+    if shard is not None and shard.shown is p._spec:  # it may have been laid otherwise since
+        return shard
+    return _summed(p._spec)
+
+
+def _summed(spec: Spec) -> Spec:
+    """What a sum whose parts lie on the ranks is stepped as: no step of a part is that of the sum."""
+    return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout]) if any(e.is_partial for e in spec.layout) else spec
 
 
 class _Bucket:
@@ -103,6 +112,7 @@ class _Shares:
         self.parts: dict[int, torch.Tensor] = {}  # id of a parameter -> this rank's share
         self.places = places
         self.flats: list[torch.Tensor] = []  # the shares of each bucket, one after the other
+        self.sums: list[tuple[GlobalTensor, torch.Tensor]] = []  # parameters whose parts are summands, and their sums
         if places is None:
             return
         self.parts.update({number: own for number, own, *_ in places.alone})
@@ -112,8 +122,16 @@ class _Shares:
             for number, own, part in zip(bucket.params, bucket.own, flat.split_with_sizes([t.numel() for t in bucket.own]), strict=True):
                 self.parts[number] = part.view(own.shape)
 
+    def add(self, p: GlobalTensor, spec: Spec) -> None:
+        """A parameter whose parts are summands is stepped as their sum. Collective."""
+        self.parts[id(p)] = box(p._local.detach(), p._spec, spec, why="optimizer step", alias=False)
+        self.sums.append((p, self.parts[id(p)]))
+
     def gather(self) -> None:
-        """Every rank's shares into the parameters. Collective."""
+        """Every rank's shares, and what each adds to a sum, into the parameters. Collective."""
+        with torch.no_grad():
+            for p, part in self.sums:
+                p._local.copy_(box(part, _summed(p._spec), p._spec, why="optimizer step"))
         if self.places is None:
             return
         with torch.no_grad():
@@ -159,7 +177,7 @@ class _Exchanged:
         groups, held = optimizer.param_groups, optimizer.state
         if None in map(_settings, groups):
             return None
-        usual = all(p._shard is None and (p in held) == (p._local in mine_of) for group in groups for p in group["params"])
+        usual = all(stepped(p) is p._spec and (p in held) == (p._local in mine_of) for group in groups for p in group["params"])
         return cls(groups, held, mine_of) if usual else None
 
     def gradients(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -242,6 +260,7 @@ class _Swap:
         lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
         members: list[tuple[GlobalTensor, Stored]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
+        sums: list[tuple[GlobalTensor, Spec]] = []
         seen: Spec | None = None  # the last one found ordinary: mostly that of the next parameter too, or of one of its shape
         for params in lists:
             for p in params:
@@ -251,7 +270,7 @@ class _Swap:
                 if spec is not seen:
                     if not _ordinary(p, rank):
                         return
-                    seen = spec if rank in spec.placement._coordinates else None
+                    seen = spec if rank in spec.placement._coordinates and _summed(spec) is spec else None
                 leaf = p._leaf
                 if leaf is not None and leaf.local.grad is None and "_kept_grad" not in p.__dict__:
                     grad = leaf.value  # as `local_grad` says
@@ -264,10 +283,15 @@ class _Swap:
                         members.append((p, spec))  # type: ignore[arg-type]
                         if p._grad_shard is None:
                             grad = grad[spec.share(rank, rank)].contiguous()  # type: ignore[attr-defined]
+                    if spec is not seen and (whole := _summed(p._spec)) is not p._spec and rank in spec.placement._coordinates:
+                        grad = box(grad, spec.replace(dtype=grad.dtype), whole.replace(dtype=grad.dtype), why="optimizer step")
+                        sums.append((p, spec := whole))
                     found.append((p, spec, grad))
         if members and (self.places is None or not self.places.serve(members)):
             self.places = _Places(members)
         shares = _Shares(self.places if members else None)
+        for p, spec in sums:
+            shares.add(p, spec)
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -385,7 +409,7 @@ def _ordinary(p: GlobalTensor, rank: int) -> bool:
     spec = p._spec
     if rank not in spec.placement._coordinates:  # nothing of it is here: it steps along, so that its state is known here as it is there
         return p._local.shape == (0,)
-    return not any(e.is_partial for e in spec.layout)
+    return not any(e.is_partial and e is not partial_sum for e in spec.layout)
 
 
 def _beside(spec: Spec, value: torch.Tensor) -> GlobalTensor:
@@ -415,18 +439,25 @@ def relay(optimizer: Optimizer) -> None:
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
 
 
-def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if type(optimizer) not in ELEMENTWISE or len(args) > 1 or kwargs.get("closure") is not None or _torch.watched_steps(optimizer):
-        return
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if type(optimizer) not in ELEMENTWISE or len(args) > 2 or _torch.watched_steps(optimizer):
+        return None
     swap = _swaps.get(optimizer)
     if swap is None:
         groups = optimizer.param_groups
         if not all(isinstance(p, GlobalTensor) for g in groups for p in g["params"]) or any(g.get("differentiable") for g in groups):
-            return
+            return None
         swap = _swaps[optimizer] = _Swap()
         optimizer.register_state_dict_pre_hook(_leave_for_reading)
     swap.leave(optimizer)  # where the step before failed half way
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        swap.enter(optimizer)
+        return None
+    with torch.enable_grad():  # the first thing that these optimizers do in a step, on global parameters
+        loss = closure()
     swap.enter(optimizer)
+    return args[:1], {"closure": lambda: loss}
 
 
 def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

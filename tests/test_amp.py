@@ -129,6 +129,22 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
             simulate(grid[0] * (grid[1] if len(grid) > 1 else 1), _autocast, name, dtype, grid, timeout=20.0)
 
 
+def test_convolutions_where_a_rank_has_nothing_or_a_part_of_space() -> None:
+    """A bias is added apart there, and in the dtype of what it is added to."""
+
+    def body() -> None:
+        line = flow.placement("cpu", [0, 1, 2])
+        x, w, b = (torch.ones(*shape).to_global(line, flow.sbp.broadcast).requires_grad_() for shape in ((2, 4, 7), (4, 4, 3), (4,)))
+        for d in (0, 1, 2):
+            for function in (F.conv1d, F.conv_transpose1d):
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = function(x.to_global(sbp=flow.sbp.split(d)), w.to_global(sbp=flow.sbp.split(1 - d) if d == 1 else flow.sbp.broadcast), b)
+                assert y.dtype is y.to_local().dtype is torch.bfloat16
+                y.float().sum().backward()
+
+    simulate(3, body, timeout=20.0)
+
+
 def _nested() -> None:
     x, w = spread(values(5, 4), S(0)), spread(values(3, 4), B)
     low, high = torch.bfloat16, torch.float32

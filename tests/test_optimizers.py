@@ -15,7 +15,7 @@ import globaltensor as flow
 from globaltensor import optimizers
 from globaltensor.distributed.simulate import simulate
 
-B, S = flow.sbp.broadcast, flow.sbp.split
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 SHAPES = {"w": (5, 4), "b": (3,), "s": ()}
 MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
@@ -155,6 +155,53 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
             torch.testing.assert_close(whole(p), w, rtol=1e-10, atol=1e-10)
 
     simulate(2, ranks)
+
+
+@pytest.mark.parametrize("how", ["plainly", "with a closure", "in a loop"])
+@pytest.mark.parametrize("make", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop, optim.NAdam])
+def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
+    """No step of a summand is that of the sum: such a parameter is stepped whole, and lies as it did afterwards."""
+    settings = {"momentum": 0.9} if make is optim.SGD else {}
+
+    def train(params: list[Any], x: Any) -> tuple[list[Any], optim.Optimizer, list[Any]]:
+        optimizer, losses = make(params, lr=0.1, foreach=False if how == "in a loop" else None, **settings), []
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = ((x @ params[0]).tanh() @ params[1]).square().mean() + params[2] ** 4
+            loss.backward()
+            return loss
+
+        for i in range(4):
+            losses.append(optimizer.step(closure) if how == "with a closure" else closure())
+            if how != "with a closure":
+                optimizer.step()
+            if i == 1:
+                renew(optimizer, params)
+        return params, optimizer, losses
+
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), ())]
+    x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    expected, reference, losses = train([s.clone().requires_grad_() for s in starts], x)
+
+    def ranks() -> None:
+        everyone = flow.placement("cpu", [[0, 1], [2, 3]])
+        layouts = ([P, S(1)], [B, P], [P, P])
+        put = [s.to_global(everyone, [B, B]).to_global(sbp=layout).detach().requires_grad_() for s, layout in zip(starts, layouts, strict=True)]
+        got, optimizer, mine = train(put, x.to_global(everyone, [B, B]))
+        for g, w in zip([*got, *mine], [*expected, *losses], strict=True):
+            torch.testing.assert_close(full(g), w.detach(), rtol=1e-10, atol=1e-10)
+        for p, q, layout in zip(got, expected, layouts, strict=True):
+            assert p.sbp == tuple(layout)
+            for key, value in reference.state[q].items():
+                if isinstance(value, torch.Tensor) and value.shape == q.shape:
+                    torch.testing.assert_close(whole_of(optimizer.state[p][key]), value, rtol=1e-10, atol=1e-10)
+
+    def whole_of(t: Any) -> torch.Tensor:
+        return full(t) if t.is_global else t
+
+    simulate(4, ranks, timeout=20.0)
 
 
 def test_a_step_that_fails_leaves_the_optimizer_global() -> None:

@@ -273,6 +273,7 @@ FEW: list[tuple[Any, ...]] = [
     (F.batch_norm, x(2, 2, 3), x(2), x(2) ** 2, x(2), x(2)), (F.group_norm, x(2, 6, 4), 1, x(6), x(6)), (F.instance_norm, x(2, 2, 4), None, None, x(2), x(2)),
     (F.bilinear, x(2, 3), x(2, 3), x(2, 3, 3), x(2)), (F.pad, x(2, 3, 4), (1, 1), "reflect"), (F.pad, x(2, 3, 4), (1, 1), "replicate"),
     (F.interpolate, x(2, 1, 4), 8), (F.unfold, x(2, 1, 4, 4), 2), (F.avg_pool1d, x(2, 1, 4), 2),
+    (lambda table: F.embedding(ids(4, 5), table), x(4, 2)),
 ]  # fmt: skip
 
 

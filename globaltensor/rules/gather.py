@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .notation import Arg, Op, Split, align
-from .parts import unless_empty
+from .parts import stand_in, unless_empty
 from .registry import RULES, Rule, rule
 from .views import each_spelling, identity
 
@@ -315,7 +315,7 @@ def _embedding(
 
     op.local = local
     if not sparse:  # on a GPU the kernel's backward writes where it must not if the rows have no elements
-        op.local = unless_empty(op)
+        op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
 
 
 @rule([torch.embedding])

@@ -122,7 +122,7 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None, alike: Call
             if alike is not None:
                 return zeros_of(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
-            found = _on_stand_ins(function or op.function, split, args, kwargs) if sum(map(_smooth, inputs)) == 1 else []
+            found = _on_stand_ins(function or op.function, split, args, kwargs) if len(inputs) == 1 and _smooth(inputs[0]) else []
             if len(found) == len(shapes):
                 made = [zeros_of(shape, t) for (shape, _), t in zip(shapes, found, strict=True)]
             else:
@@ -153,7 +153,7 @@ def _on_stand_ins(function: Callable[..., Any], split: Split, args: Any, kwargs:
 
     try:
         return operands([function(*of(args), **{k: of(v) for k, v in kwargs.items()})], {})
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return []
 
 
