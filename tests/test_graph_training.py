@@ -361,7 +361,7 @@ PIPED: dict[str, Spread] = {
 QUICK = {
     ("data", "resnet"), ("accumulating-4", "resnet"), ("tensor", "bert"), ("sequence", "gpt"), ("zero-3", "resnet"),
     ("gpipe-2", "resnet"), ("1f1b-2", "t5"), ("zb-h2-2", "gpt"), ("interleaved-4", "bert"), ("zb-v-4", "resnet"), ("zb-h1-4", "resnet"),
-    ("uneven-1-2", "resnet"), ("staged-zero-2", "resnet"), ("recomputed", "gpt"), ("staged-data-tensor", "resnet"),
+    ("uneven-1-2", "resnet"), ("staged-zero-2", "resnet"), ("recomputed", "gpt"), ("recomputed-zb", "gpt"), ("staged-data-tensor", "resnet"),
 }  # fmt: skip
 
 

@@ -119,9 +119,9 @@ class Staged:
         ready = passes.agreed({k: part.graph for k, part in made.parts.items()})
         for k, part in made.parts.items():
             part.graph = ready[k]
+            lower(part.graph, captured.constants, backend)
             if split and backend is None:
                 lighten(part.graph)
-            lower(part.graph, captured.constants, backend)
             program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
             differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
             stages[k] = _Stage(_runner(program), differentiable, part.loss, self.turn)
