@@ -129,7 +129,7 @@ def _nothing(form: _Form, split: Split) -> Callable[..., Tensor]:
         call = form.read(*args, **kwargs)
         bias, one = call["bias"], (1,) * call["weight"].ndim
         out = zeros_of(shape, form.function(stand_in(call["input"], *one), stand_in(call["weight"], *one), None if bias is None else stand_in(bias, 1)))
-        return out if bias is None else out + bias.reshape(-1, *[1] * (call["weight"].ndim - 2))  # of no input channels, the bias remains
+        return _added(out, bias, call["weight"].ndim - 2)  # of no input channels, the bias remains
 
     return run
 
@@ -171,9 +171,14 @@ def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], 
         bias, more = call["bias"], pair_up(call["output_padding"], len(padding))
         more = tuple(0 if d in over else n for d, n in zip(form.windows, more, strict=True))
         out = padded(form.function(**{**call, "bias": None, "padding": padding, "output_padding": more}), sides)
-        return out if bias is None else out + bias.reshape(-1, *[1] * len(padding))
+        return _added(out, bias, len(padding))
 
     return run
+
+
+def _added(out: Tensor, bias: Tensor | None, space: int) -> Tensor:
+    """With the bias; in the dtype of ``out``, which in mixed precision is narrower."""
+    return out if bias is None else out + bias.to(out.dtype).reshape(-1, *[1] * space)
 
 
 for _space in (1, 2, 3):
