@@ -364,7 +364,7 @@ def transforming() -> bool:
 
 #: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see whether a kernel for causal masks would do (torch 2.0). A
 #: static graph has no values, and no public function stands between that question and the layers.
-CAUSAL_CHECK: CodeType = torch.nn.modules.transformer._detect_is_causal_mask.__code__
+CAUSAL_CHECK: CodeType | None = getattr(getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None), "__code__", None)
 
 
 def watch_checkpoints(region: Any) -> None:

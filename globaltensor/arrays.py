@@ -50,6 +50,8 @@ def _made(*args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> 
         return torch.Tensor(*args, **kwargs)
     dtype = torch.get_default_dtype()
     if args and not isinstance(args[0], (int, torch.Size)):
+        if len(args) > 1:
+            raise TypeError(f"Tensor takes sizes, or data in one argument; got {len(args)} arguments, the first a {type(args[0]).__name__}")
         (data,) = args
         if isinstance(data, GlobalTensor):
             return to_global(data.detach().to(dtype), placement, sbp, **kwargs)

@@ -240,3 +240,15 @@ def test_rows_of_a_table_are_bounded_where_they_lie(function: Any, p: float) -> 
         return function(index, table, max_norm=0.5, norm_type=p), table
 
     compare(look_up, x(9, 4), torch.tensor([[1, 2, 8], [0, 1, 1]]))
+
+
+@pytest.mark.parametrize("index", [torch.tensor(7), torch.tensor([1, 7]), torch.tensor([[-5]])])
+def test_an_index_out_of_bounds_is_told_in_numbers_of_the_whole(index: torch.Tensor) -> None:
+    whole = torch.ones(4, 3)
+
+    def on_ranks() -> None:
+        mine = whole.to_global(flow.placement("cpu", [0, 1]), flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))  # type: ignore[attr-defined]
+        with pytest.raises(IndexError, match=rf"index {int(index.flatten()[-1])} is out of bounds for dimension 0 with size 4"):
+            mine[index]
+
+    simulate(2, on_ranks)

@@ -281,7 +281,7 @@ class Local(Differentiated):
 
 def _asked_whether_causal(frame: Any) -> bool:
     """Whether a truth is asked for by torch's look at a mask, itself or by way of the method of a global tensor."""
-    return _torch.CAUSAL_CHECK in (frame.f_code, frame.f_back and frame.f_back.f_code)
+    return _torch.CAUSAL_CHECK is not None and _torch.CAUSAL_CHECK in (frame.f_code, frame.f_back and frame.f_back.f_code)
 
 
 class Logical(Recorder):

@@ -183,10 +183,21 @@ def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after:
             elif p.dim in boxes and p.kind == "int":
                 x, at = own(x, p.dim, at - boxes[p.dim][0]), 0
             key.append(_plain_key(p, at))
-        y = x[tuple(key)]
+        try:
+            y = x[tuple(key)]
+        except IndexError as error:  # which tells of this rank's part
+            raise _out_of_bounds(shape, parts, index) or error from None
         return y if owned is None else only(owned.reshape(*owned.shape, *[1] * after), y)
 
     return run
+
+
+def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> IndexError | None:
+    for p, at in zip((p for p in parts if p.kind == "tensor"), _tensors(index), strict=True):
+        n = shape[p.dim]
+        if (bad := at[(at < -n) | (at >= n)]).numel():
+            return IndexError(f"index {int(bad[0])} is out of bounds for dimension {p.dim} with size {n}")
+    return None
 
 
 def _cut(split: Split, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
