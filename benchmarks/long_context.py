@@ -2,7 +2,7 @@
 
 The second row of each case is the processor time of the busiest rank: how long a step takes where each rank has a core of its own. (With more ranks than cores
 the first row is the work of all ranks together, and hides that under a causal mask some of them wait.) The third is memory: the most that a rank holds besides
-its own queries, keys, values and their gradients; all keys and values in comparison. Scores are never held: the kernel does without.
+its own queries, keys, values and their gradients; in comparison all keys and values, and what plain torch holds on one device. Scores are never held.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def compare(length: int, heads: int, causal: bool, rounds: int) -> list[Row]:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         memory[name] = most.tolist()
     memory["all keys"] = [float(sum(t.nbytes for t in whole[1:]))]
+    alone = step("auto", [t.requires_grad_() for t in whole], causal)
+    alone()
+    with Held() as held:
+        alone()
+    memory["one device"] = [float(held.most - sum(t.nbytes for t in whole))]
     timed = Row(case, interleave(calls, rounds, calls=1, warm_up=1), "ms")
     busiest = Row(f"busiest, {case}", {name: most_of(found) for name, found in interleave(calls, rounds, 1, 0, time.process_time).items()}, "ms")
     return [timed, busiest, Memory(f"memory, {case}", memory, "MiB")]

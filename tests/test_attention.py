@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.everywhere import compare, full
 from support.pool import run_on
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
@@ -26,6 +27,7 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
 from globaltensor.rules import attention as rule_of_attention
+from globaltensor.rules import ring
 from globaltensor.rules.ring import paired
 from globaltensor.rules.scores import _together, _visible
 
@@ -185,6 +187,29 @@ def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPa
         rounds = math.prod(grid) - 1
         assert len(traffic[0]) == (2 + rounds if length >= math.prod(grid) else rounds), "queries, keys and values are dealt, the result is brought back"
         checked([x(2, 6, length, 4), *[x(2, 3, length, 4, seed=s) for s in (1, 2)]], [same] * 3, "ring", grid, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize("balanced", [512, 1], ids=["as they lie", "dealt"])
+@pytest.mark.parametrize("grid", [(2,), (3,), (2, 2)], ids=str)
+def test_heads_in_turns(grid: tuple[int, ...], balanced: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large blocks go round the ring a few heads (or samples) at a time, and are dealt one by one: here small ones."""
+    monkeypatch.setattr(rule_of_attention, "_BALANCED", balanced)
+    same = [[S(2)] * len(grid)] * 3
+    _, whole = checked(qkv(rows=13, keys=13), same, "ring", grid, is_causal=True)
+    for limit in (1, 1000):
+        monkeypatch.setattr(ring, "_BLOCK", limit)
+        monkeypatch.setattr(ring, "_DEAL", limit)
+        for lead in ((2, 4), (3, 1), (1, 3), (1, 1)):
+            for causal in (False, True):
+                _, traffic = checked(qkv(lead, rows=13, keys=13), same, "ring", grid, is_causal=causal)
+        checked([x(2, 6, 13, 4), *[x(2, 2, 13, 4, seed=s) for s in (1, 2)]], same, "ring", grid, is_causal=True, enable_gqa=True)
+        for mask in (x(7, 9), x(4, 7, 9), x(2, 1, 7, 9), x(2, 4, 1, 9) > 0, x(2, 4, 7, 1)):
+            checked([*qkv(), mask], [*same, [B] * len(grid)], "ring", grid)
+        checked(qkv(), [[S(2)] * len(grid), [B] * len(grid), [B] * len(grid)], "ring", grid)
+        checked(qkv(), [[B] * len(grid), *same[1:]], "ring", grid)
+        _, traffic = checked(qkv(rows=13, keys=13), same, "ring", grid, is_causal=True)
+        assert [sum(n for _, n in log) >= sum(n for _, n in of) for log, of in zip(traffic, whole, strict=True)] == [True, True]
+        assert limit > 1 or len(traffic[0]) >= 4 * len([kind for kind, n in whole[0]]) > 0, "each of four heads by itself"
 
 
 def test_drawn_layouts() -> None:
@@ -458,6 +483,48 @@ def test_memory(n: int, causal: bool) -> None:
         assert kept <= 4 * block + block // width, "queries, keys, values, the result, and a number for each row"
     for there, _, _ in simulate(n, run, "gather"):
         assert there >= n * block, "which gathering does not promise"
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of tensors, made while the block lasts, that are there at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor) and t.device.type != "meta"}
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.device.type != "meta" and t.untyped_storage().data_ptr() not in given:
+                storage = t.untyped_storage()
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}
+        self.most = max(self.most, sum(n for _, n in self._live.values()))
+        return out
+
+
+def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
+    """The most that a rank holds besides its inputs, in units of its queries."""
+    length, width, patch = 512, 16, pytest.MonkeyPatch()
+    unit = heads[0] * length // n * width * 8
+    ours = [spread(x(1, h, length, width), placement((n,)), [S(2)]) for h in (heads[0], heads[1], heads[1])]
+    with patch.context() as patched:
+        patched.setattr(rule_of_attention, "_BALANCED", 1)
+        patched.setattr(ring, "_BLOCK", unit // 4)
+        patched.setattr(torch, "get_num_threads", lambda: 1)
+        with flow.attention("ring"), Held() as held:
+            A(*ours, is_causal=causal, enable_gqa=True).sum().backward()
+    return held.most / unit
+
+
+@pytest.mark.parametrize(("heads", "most"), [((8, 8), 6.5), ((8, 1), 7.75)], ids=["as many", "one of keys"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal: bool) -> None:
+    """Beside the result and the gradients (4 units, 2.25 with one head of keys) a ring holds few heads of some blocks, and of keys that heads have in common
+    no copy for each; under a causal mask, of one head of keys, also all that was dealt (4 units)."""
+    assert max(run_on(4, held_by_a_ring, 4, heads, causal)) <= most
 
 
 # ---------------------------------------------------------------------------------------------------------------- the setting

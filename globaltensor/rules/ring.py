@@ -3,7 +3,7 @@
 The queries stay; blocks of keys and values go round a ring of ranks (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers"), and each
 block's result is merged by its log-sum-exp (Milakov, Gimelshein 2018, "Online normalizer calculation for softmax"). The forward keeps the result and the
 log-sum-exp of each row alone; the backward sends the blocks round again, their gradients a round behind, and these home from the last rank that adds to
-them. Blocks travel while those before them are worked on.
+them. Blocks travel while those before them are worked on. Large ones go round a few heads at a time, so that what is held beside inputs and results is small.
 
 Under a causal mask a block goes only as far as somebody sees it, and ranks of contiguous rows have unequal work: the last does the most. Rows and keys
 may then be dealt out in pairs first, chunk i with chunk 2p-1-i (the load balance of Brandon et al. 2023, "Striped attention", by pairs of chunks), after
@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,9 +26,14 @@ from ..distributed.comm import Comm, flatten
 from ..distributed.world import world
 from ..spec import pieces
 from .parts import zeros_connected
-from .scores import HALF, Rows, Stretch, block, block_backward, cut, key_slice, merge, sees, shared, tasks, wide
+from .scores import HALF, Rows, Stretch, block, block_backward, cut, key_slice, members, merge, sees, shared, tasks, wide
 
 __all__ = ["Way", "attend", "paired"]
+
+Block: TypeAlias = Tensor | tuple[Tensor, Tensor]  # the keys and values of a rank, flat in one tensor as they travel, or the two of them
+
+_BLOCK: Final = 1 << 20  # bytes of keys and values that go round the ring at a time, if they can be cut so
+_DEAL: Final = 1 << 24  # bytes of tensors that are dealt at a time
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,19 @@ def paired(n: int, parts: int) -> tuple[Rows, ...]:
 # ---------------------------------------------------------------------------------------------------------------- what travels
 
 
-def _dealt(way: Way, rows: Sequence[Tensor], keys: Sequence[Tensor], back: bool = False) -> list[Tensor]:
-    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on, or back; in one exchange. No gradient."""
+def _dealt(way: Way, rows: list[Tensor], keys: list[Tensor], back: bool = False) -> list[Tensor]:
+    """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on, or back. No gradient.
+
+    They go in one exchange, large ones one by one. The lists are emptied, so that what nobody else holds makes room for what comes.
+    """
     assert way.dealt is not None
+    tensors = [*rows, *keys]
+    if len(tensors) > 1 and max(n for _, n in (*way.rows, *way.keys)) * sum(_row_bytes(t) for t in tensors) > _DEAL:
+        del tensors
+        found = [t for _ in range(len(rows)) for t in _dealt(way, [rows.pop(0)], [], back)]
+        return found + [t for _ in range(len(keys)) for t in _dealt(way, [], [keys.pop(0)], back)]
     comm = world().comm(way.ring)
-    me, p, tensors = comm.index, comm.size, [*rows, *keys]
+    me, p = comm.index, comm.size
     moves = []
     for which, held in enumerate((way.rows, way.keys)):
         here, there = tuple((s,) for s in held), way.dealt[which]
@@ -94,13 +107,23 @@ def _dealt(way: Way, rows: Sequence[Tensor], keys: Sequence[Tensor], back: bool 
         # The sender goes through its own stretches in order, and so come the parts.
         takes[i] = [[s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)] for before, after in moves]
     takes = {i: some for i, some in takes.items() if any(some)}
-    outs = [t.new_empty(*t.shape[:-2], sum(n for _, n in after[me]), t.shape[-1]) for t, (_, after) in zip(tensors, moves, strict=True)]
-    parts = {i: [out[..., s, :] for out, some in zip(outs, lists, strict=True) for s in some] for i, lists in takes.items()}
-    found = comm.exchange(sends, {i: sum(part.numel() for part in mine) for i, mine in parts.items()}, tensors[0])
-    for i, mine in parts.items():
-        for part, flat in zip(mine, found[i].split_with_sizes([part.numel() for part in mine]), strict=True):
+    like = tensors[0].new_empty(0)
+    shapes = [(*t.shape[:-2], sum(n for _, n in after[me]), t.shape[-1]) for t, (_, after) in zip(tensors, moves, strict=True)]
+    each = [math.prod(t.shape[:-2]) * t.shape[-1] for t in tensors]
+    for some in (tensors, rows, keys):
+        some.clear()
+    came = comm.exchange(sends, {i: sum(n * (s.stop - s.start) for n, some in zip(each, lists, strict=True) for s in some) for i, lists in takes.items()}, like)
+    del sends
+    outs = [like.new_empty(shape) for shape in shapes]
+    for i, lists in takes.items():
+        mine = [out[..., s, :] for out, some in zip(outs, lists, strict=True) for s in some]
+        for part, flat in zip(mine, came.pop(i).split_with_sizes([part.numel() for part in mine]), strict=True):
             part.copy_(flat.view(part.shape))
     return outs
+
+
+def _row_bytes(t: Tensor) -> int:
+    return math.prod(t.shape[:-2]) * t.shape[-1] * t.element_size()
 
 
 def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
@@ -140,17 +163,19 @@ class _Round:
         n = sum(length for _, length in self.keys[j])
         return [each * n for each in self.each]
 
-    def opened(self, flat: Tensor, j: int) -> tuple[Tensor, Tensor]:
+    def opened(self, flat: Block, j: int) -> tuple[Tensor, Tensor]:
         """The keys and the values of rank j's block."""
+        if isinstance(flat, tuple):
+            return flat
         n = sum(length for _, length in self.keys[j])
         k, v = flat.split_with_sizes(self.sizes(j))
         return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(*self.shapes[1][:-2], n, self.shapes[1][-1])
 
-    def pass_on(self, t: int, flat: Tensor | None, like: Tensor) -> Callable[[], Tensor | None]:
+    def pass_on(self, t: int, flat: Block | None, like: Tensor) -> Callable[[], Tensor | None]:
         """Start passing on the block of round ``t`` -> a function that waits for that of the next round, None where this rank gets none."""
         if t + 1 == self.count:
             return lambda: None
-        sends = {(self.me + 1) % self.p: flat} if flat is not None and t + 1 <= self.hops[self.block(t)] else {}
+        sends = {(self.me + 1) % self.p: flat} if isinstance(flat, Tensor) and t + 1 <= self.hops[self.block(t)] else {}
         takes = {(self.me - 1) % self.p: sum(self.sizes(self.block(t + 1)))} if self.has(t + 1) else {}
         started = self.comm.exchange_async(sends, takes, like)
         return lambda: next(iter(started.wait().values()), None)
@@ -200,29 +225,72 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Te
     return _Attend.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor, Tensor]:
-    """(result, the same as it is worked on, log-sum-exp)."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
+    """(result, log-sum-exp of the rows as they are worked on)."""
+    shares = _shares(q, k, v, way)
+    if len(shares) == 1:
+        return _some_forward(q, k, v, mask, way)
+    lead = shared(q, k, v)
+    out = q.new_empty(*lead, q.shape[-2], v.shape[-1])
+    total = q.new_empty(*lead, _worked_on(way, q), 1, dtype=_kind(q))
+    for of in shares:
+        some, its = _some_forward(of(q), of(k), of(v), None if mask is None else of(mask), way)
+        of(out).copy_(some)
+        of(total).copy_(its)
+    return out, total
+
+
+def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
     dtype, lead = q.dtype, shared(q, k, v)
     rows, keys = way.turns
     if way.dealt:
         q, k, v = _dealt(way, [q], [k, v])
     ring = _Round(way, k, v)
-    kind = torch.float32 if dtype in HALF else dtype
-    out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=kind)
-    total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=kind)
-    flat = _packed(k, v) if ring.count > 1 else None
+    out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=_kind(q))
+    total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=_kind(q))
+    held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
+    del k, v  # one block is held while the next one comes, and no other
     for t in range(ring.count):
-        passing = ring.pass_on(t, flat, q)
-        if ring.has(t):
-            if flat is not None and t:
-                k, v = ring.opened(flat, ring.block(t))
-            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[ring.block(t)], way.causal):
-                merge(out[..., r, :], total[..., r, :], *block(q[..., r, :], k[..., c, :], v[..., c, :], part, square, way.scale))
-        flat = passing()
+        passing, j = ring.pass_on(t, held, q), ring.block(t)
+        if held is not None:
+            _attend_to(out, total, q, *ring.opened(held, j), mask, rows[ring.me], keys[j], way)
+        held = passing()
+        del passing
     if len(way.merged) > 1:
         out, total = _merged(out, total, way.merged)
-    done = out.to(dtype)
-    return (_dealt(way, [done], [], back=True)[0] if way.dealt else done), done, total
+    out = out.to(dtype)
+    return (_dealt(way, [out], [], back=True)[0] if way.dealt else out), total
+
+
+def _attend_to(out: Tensor, total: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, way: Way) -> None:
+    """Take a block of keys into account."""
+    for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
+        for of in members(q, k, v, part):
+            merge(of(out)[..., r, :], of(total)[..., r, :], *block(of(q)[..., r, :], of(k)[..., c, :], of(v)[..., c, :], part, square, way.scale))
+
+
+def _kind(t: Tensor) -> torch.dtype:
+    """In which results are merged and gradients summed."""
+    return torch.float32 if t.dtype in HALF else t.dtype
+
+
+def _shares(q: Tensor, k: Tensor, v: Tensor, way: Way) -> list[Callable[[Tensor], Tensor]]:
+    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part."""
+    large = max(n for _, (_, n) in way.holders) * (_row_bytes(k) + _row_bytes(v)) // _BLOCK if len(way.ring) > 1 else 0
+    dims = [d for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1) if q.shape[d] == k.shape[d] == v.shape[d] > 1]
+    if large < 2 or not dims:
+        return [lambda t: t]
+    dim = max(dims, key=lambda d: q.shape[d])
+    return [partial(_share, dim, *piece) for piece in pieces(q.shape[dim], min(q.shape[dim], large))]
+
+
+def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
+    return t if t.ndim < -dim or t.shape[dim] == 1 else t.narrow(dim, start, length)
+
+
+def _worked_on(way: Way, q: Tensor) -> int:
+    """How many rows this rank works on."""
+    return sum(n for _, n in way.turns[0][way.ring.index(world().rank)])
 
 
 def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -240,19 +308,19 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Tensor:
         with _uncast(q):
-            out, done, total = _forward(q, k, v, mask, way)
+            out, total = _forward(q, k, v, mask, way)
         ctx.way = way
-        ctx.save_for_backward(q, k, v, mask, done, total)
+        ctx.save_for_backward(q, k, v, mask, out, total)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, mask, done, total = ctx.saved_tensors
+        q, k, v, mask, out, total = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
         with _uncast(q):
             if torch.is_grad_enabled():
                 return (*_differentiably(grads[0], q, k, v, mask, ctx.way, needed), None)
-            return (*_backward(grads[0], q, k, v, mask, done, total, ctx.way, needed), None)
+            return (*_backward(grads[0], q, k, v, mask, out, total, ctx.way, needed), None)
 
 
 def _uncast(q: Tensor) -> Any:
@@ -262,48 +330,76 @@ def _uncast(q: Tensor) -> Any:
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, way: Way, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    rows, keys = way.turns
-    grad = (grad.clone() if _torch.is_zero_tensor(grad) else grad).contiguous()
+    grad = grad.clone() if _torch.is_zero_tensor(grad) else grad
+    slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
+    shares = _shares(q, k, v, way)
+    if len(shares) == 1:
+        found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
+    else:
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        for of in shares:
+            masked = (None, None) if mask is None else (of(mask), None if slopes is None else of(slopes))
+            some = _some_backward(of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way)
+            for gradient in found:
+                of(gradient).copy_(some.pop(0))
+    of_mask = None if slopes is None or mask is None else slopes.to(mask.dtype)
+    return tuple(g if wanted else None for g, wanted in zip((*found, of_mask), needed, strict=True))
+
+
+def _some_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, slopes: Tensor | None, way: Way
+) -> list[Tensor]:
+    """The gradients of q, k and v; that of the mask is added to ``slopes``."""
     if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
         grad = world().comm(way.merged).all_reduce(grad)
     if way.dealt:
-        grad, q, k, v = _dealt(way, [grad, q], [k, v])
-    ring = _Round(way, k, v)
-    dq, slopes = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
-    flat = _packed(k, v) if ring.count > 1 else None
+        grad, q, out, k, v = _dealt(way, [grad, q, out], [k, v])
+    (rows, keys), dtype, grad = way.turns, q.dtype, grad.contiguous()
+    ring, dq = _Round(way, k, v), torch.zeros_like(q, dtype=total.dtype)
+    held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
+    del k, v
     own: Tensor | None = None  # the gradient of the own keys and values, back from the round
-    handing: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None
+    handing = _none_yet
     for turn in range(ring.count):
-        passing, j, sums = ring.pass_on(turn, flat, q), ring.block(turn), None
-        if ring.has(turn):
-            if flat is not None and turn:
-                k, v = ring.opened(flat, j)
-            sums = k.new_zeros(sum(ring.sizes(j)), dtype=total.dtype)
-            dk, dv = ring.opened(sums, j)
-            for r, c, part, square in tasks(q, k, v, mask, rows[ring.me], keys[j], way.causal):
-                some = grad[..., r, :], q[..., r, :], k[..., c, :], v[..., c, :], part, out[..., r, :], total[..., r, :]
-                found = block_backward(*some, square, way.scale, slopes is not None)
-                dq[..., r, :].add_(found[0])
-                dk[..., c, :].add_(found[1])
-                dv[..., c, :].add_(found[2])
-                if slopes is not None and found[3] is not None:
-                    cut(slopes, r, key_slice(keys[j], c)).add_(found[3])
-        flat = passing()
-        if handing is not None:
-            before, home = handing()
-            if sums is not None and before is not None:
-                sums.add_(before)
-            own = own if home is None else home
+        passing, j, sums = ring.pass_on(turn, held, q), ring.block(turn), None
+        if held is not None:
+            sums = total.new_zeros(sum(ring.sizes(j)))
+            its = grad, q, *ring.opened(held, j), mask, out, total
+            _attend_to_backward((dq, *ring.opened(sums, j)), slopes, its, rows[ring.me], keys[j], way)
+            del its
+        held = passing()
+        before, home = handing()
+        del passing, handing  # and what they sent
+        if sums is not None and before is not None:
+            sums.add_(before)
+        own = own if home is None else home
         handing = ring.hand_on(turn, sums, total)
-    assert handing is not None
     home = handing()[1]
     own = own if home is None else home
     assert own is not None
-    dk, dv = ring.opened(own, ring.me)
-    if way.dealt:
-        dq, dk, dv = _dealt(way, [dq], [dk, dv], back=True)
-    found = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None if slopes is None or mask is None else slopes.to(mask.dtype)
-    return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
+    found = [dq.to(dtype), *(t.to(dtype) for t in ring.opened(own, ring.me))]
+    if not way.dealt:
+        return found
+    few = found[:1], found[1:]
+    del found, grad, q, out, dq, sums, before, home, own, handing
+    return _dealt(way, *few, back=True)
+
+
+def _none_yet() -> tuple[Tensor | None, Tensor | None]:
+    return None, None
+
+
+def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor | None, its: tuple[Any, ...], rows: Rows, keys: Rows, way: Way) -> None:
+    """Add the gradients by a block of keys to those of (q, k, v) and the mask; ``its``: the arguments of `block_backward` for all rows and the block."""
+    grad, q, k, v, mask, out, total = its
+    for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
+        for of in members(q, k, v, part):
+            some = of(grad)[..., r, :], of(q)[..., r, :], of(k)[..., c, :], of(v)[..., c, :], part, of(out)[..., r, :], of(total)[..., r, :]
+            *found, of_mask = block_backward(*some, square, way.scale, slopes is not None)
+            for gradient, where in zip(gradients, (r, c, c), strict=True):
+                of(gradient)[..., where, :].add_(found.pop(0))
+            if slopes is not None and of_mask is not None:
+                cut(slopes, r, key_slice(keys, c)).add_(of_mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------- differentiated again

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["HALF", "Rows", "Stretch", "block", "block_backward", "cut", "key_slice", "merge", "sees", "shared", "tasks", "wide"]
+__all__ = ["HALF", "Rows", "Stretch", "block", "block_backward", "cut", "key_slice", "members", "merge", "sees", "shared", "tasks", "wide"]
 
 Stretch = tuple[int, int]  # (offset, length) among all rows, or all keys
 Rows = tuple[Stretch, ...]  # the stretches that one rank has, one after the other
@@ -130,6 +131,17 @@ def block_backward(
     slope = share * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
     dq, dk = slope @ k * scale, slope.transpose(-1, -2) @ q * scale
     return _fitted(dq, shapes[0]), _fitted(dk, shapes[1]), _fitted(dv, shapes[2]), _fitted(slope, mask.shape) if of_mask and mask is not None else None
+
+
+def members(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Callable[[Tensor], Tensor]]:
+    """What a kernel is called for -> functions from a tensor to its part: all at once, or one by one the heads (dim -3) that have their keys in common, where
+    there are others for each core: a kernel would be given the keys once for each of them."""
+    common = _by_kernel(q, k, v, mask) and min(q.ndim, k.ndim, v.ndim) > 3 and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3]
+    return [partial(_member, i) for i in range(q.shape[-3])] if common and torch.get_num_threads() <= math.prod(k.shape[:-3]) else [lambda t: t]
+
+
+def _member(i: int, t: Tensor) -> Tensor:
+    return t.select(-3, i if t.shape[-3] > 1 else 0)
 
 
 def wide(t: Tensor) -> Tensor:
