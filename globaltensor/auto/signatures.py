@@ -22,6 +22,7 @@ from ..graph.dry import DryComm, DryWorld, Untraceable
 from ..placement import Placement
 from ..plans import replaced, tensors_in
 from ..rules import Arg, Op, choose, rule_of
+from ..rules.extremum import AHEAD
 from ..rules.quotient import settle
 from ..sbp import Sbp, broadcast, partial_sum, split
 from ..spec import Spec
@@ -190,7 +191,8 @@ def _watched(
         outs = [settle(t)._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(out, [])]
     if not outs or any(o is None for o in outs):
         return None
-    return [o.layout for o in outs if o is not None], tuple(part for entry in moves for part in _parts(entry))
+    # What begins before it is needed, such as the count of a mean loss, hides behind computing, or in a program rides with the gradients.
+    return [o.layout for o in outs if o is not None], tuple(part for entry in moves if entry.op != AHEAD for part in _parts(entry))
 
 
 def _parts(entry: Any) -> Iterator[tuple[str, int]]:

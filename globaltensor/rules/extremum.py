@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from ..wrapper import GlobalTensor
 from .notation import Arg, Op
 from .registry import rule
 
-__all__ = ["carry", "extremum", "extremum_with_gradient", "settled", "settling"]
+__all__ = ["AHEAD", "carry", "extremum", "extremum_with_gradient", "settled", "settling"]
+
+#: What boxing_log() says of a sum that begins before it is needed.
+AHEAD: Final = "settling"
 
 
 def settled(x: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ def settling(x: Tensor) -> Callable[[], Tensor]:
     route = plan(spec, whole)
     if not route.bytes:
         return lambda: settled(x)
-    log.watch(route, "settling")
+    log.watch(route, AHEAD)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
     handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(local.view(-1), "sum")
 
