@@ -104,14 +104,32 @@ def kernel_writes(kernel: Any) -> bool:
     return bool(kernel._schema.is_mutable)
 
 
+def has_flash_attention(q: Any, k: Any, v: Any) -> bool:
+    """Whether there is a kernel of scaled_dot_product_attention for such tensors [..., n, e] that does without a table of scores and gives the logsumexp."""
+    if q.shape[-1] != v.shape[-1] or not q.is_floating_point() or 0 in (*q.shape, *k.shape, *v.shape):
+        return False
+    if q.device.type != "cuda" or torch.version.cuda is None:
+        return q.device.type == "cpu"
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return narrow and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def flash_attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """The kernel of scaled_dot_product_attention on the cpu [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps for itself."""
-    return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    """That kernel [b, h, n, e] -> (result, logsumexp [b, h, n]), which the public function keeps for itself. On a GPU several heads of q may have one of k."""
+    if q.device.type == "cpu":
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
 
 
 def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> tuple[Any, Any, Any]:
     """Its gradients of q, k and v. ``out`` and ``lse`` may be of more keys than ``k`` holds: then these are the shares of these keys."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    drawn = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # what dropout would have drawn: there is none
+    lengths = None, None, q.shape[-2], k.shape[-2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *drawn, scale=scale
+    )
 
 
 #: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask admits its fast path of nested tensors.

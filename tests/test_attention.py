@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from support.everywhere import compare, full
 from support.pool import run_on
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
+from globaltensor import _torch
 from globaltensor.boxing.moves import show_bytes
 from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
@@ -29,7 +31,7 @@ from globaltensor.errors import FallbackWarning, SbpError
 from globaltensor.rules import attention as rule_of_attention
 from globaltensor.rules import ring
 from globaltensor.rules.ring import paired
-from globaltensor.rules.scores import _together, _visible
+from globaltensor.rules.scores import _together, _visible, block, block_backward, members
 
 A = F.scaled_dot_product_attention
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -525,6 +527,23 @@ def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal:
     """Beside the result and the gradients (4 units, 2.25 with one head of keys) a ring holds few heads of some blocks, and of keys that heads have in common
     no copy for each; under a causal mask, of one head of keys, also all that was dealt (4 units)."""
     assert max(run_on(4, held_by_a_ring, 4, heads, causal)) <= most
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and types only, on stand-ins: tests/test_gpu.py has the numbers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 4, 7, 16, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.empty(2, 3, 1 if common else 4, 12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        assert len(members(q, k, v, None)) == 1
+        out, total = block(q, k, v, None, False, 0.25)
+        assert (out.shape, out.dtype, total.shape, total.dtype) == (q.shape, q.dtype, (2, 3, 4, 7, 1), torch.float32)
+        *found, of_mask = block_backward(out, q, k, v, None, out, total, False, 0.25, False)
+        assert [(g.shape, g.dtype) for g in found] == [(t.shape, t.dtype) for t in (q, k, v)]
+        assert of_mask is None
+        assert not _torch.has_flash_attention(*(t.float() for t in (q, k, v))), "which has no such kernel"
 
 
 # ---------------------------------------------------------------------------------------------------------------- the setting

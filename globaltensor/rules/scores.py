@@ -80,13 +80,25 @@ def _fitted(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether torch's kernel, which holds no scores, can do it."""
-    return mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.is_floating_point() and 0 not in (*q.shape, *k.shape, *v.shape)
+    return mask is None and _torch.has_flash_attention(q, k, v)
 
 
-def _as_heads(t: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """[..., n, e] -> [b, h, n, e]."""
-    t = (t if t.stride(-1) == 1 else t.contiguous()).expand(*lead, *t.shape[-2:])
-    return t.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *t.shape[-2:])
+def _in_common(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether heads of queries (dim -3), several in each group of dim -4, have their keys in common."""
+    return min(q.ndim, k.ndim, v.ndim) > 4 and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3] and k.shape[:-3] == v.shape[:-3] == q.shape[:-3]
+
+
+def _as_heads(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    """[..., n, e] -> [b, h, n, e], as a kernel takes them; ``others`` are like the queries. On a GPU keys may have fewer heads, elsewhere they are copied."""
+    lead = shared(q, k, v)
+    if q.device.type != "cpu" and _in_common(q, k, v):
+        return [t.flatten(-4, -3).flatten(0, -4) for t in map(_dense, (q, k, v, *others))]
+    shape = math.prod(lead[:-1]), lead[-1] if lead else 1
+    return [t.expand(*lead, *t.shape[-2:]).reshape(*shape, *t.shape[-2:]) for t in map(_dense, (q, k, v, *others))]
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, square: bool, scale: float) -> Tensor:
@@ -102,7 +114,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, square: bool, sc
     """(result, log-sum-exp [..., n, 1]) of some rows and some keys; -inf where a row sees no key."""
     if _by_kernel(q, k, v, mask):
         lead = shared(q, k, v)
-        out, total = _torch.flash_attention(_as_heads(q, lead), _as_heads(k, lead), _as_heads(v, lead), square, scale)
+        out, total = _torch.flash_attention(*_as_heads(q, k, v), square, scale)
         return out.reshape(*lead, *out.shape[-2:]), total.reshape(*lead, q.shape[-2], 1)
     q, k, v = (wide(t) for t in (q, k, v))
     scores = _scores(q, k, mask, square, scale)
@@ -119,9 +131,10 @@ def block_backward(
     """Gradients of q, k, v and the mask; ``out`` and ``total`` are those of all keys."""
     lead = tuple(out.shape[:-2])
     if _by_kernel(q, k, v, mask):
-        g, qh, kh, vh, o, t = (_as_heads(t, lead) for t in (grad, q, k, v, out, total))
+        qh, kh, vh, g, o, t = _as_heads(q, k, v, grad, out, total)
         found = _torch.flash_attention_backward(g, qh, kh, vh, o, t.squeeze(-1), square, scale)
-        shaped = [g.reshape(*lead, *g.shape[-2:]) for g in found]
+        fewer = kh.shape[1] != qh.shape[1]
+        shaped = [g.reshape(*(t.shape[:-2] if fewer else lead), *g.shape[-2:]) for g, t in zip(found, (q, k, v), strict=True)]
         return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape), None
     shapes = q.shape, k.shape, v.shape
     grad, q, k, v, out = (wide(t) for t in (grad, q, k, v, out))
@@ -136,7 +149,7 @@ def block_backward(
 def members(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Callable[[Tensor], Tensor]]:
     """What a kernel is called for -> functions from a tensor to its part: all at once, or one by one the heads (dim -3) that have their keys in common, where
     there are others for each core: a kernel would be given the keys once for each of them."""
-    common = _by_kernel(q, k, v, mask) and min(q.ndim, k.ndim, v.ndim) > 3 and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3]
+    common = _by_kernel(q, k, v, mask) and q.device.type == "cpu" and min(q.ndim, k.ndim, v.ndim) > 3 and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3]
     return [partial(_member, i) for i in range(q.shape[-3])] if common and torch.get_num_threads() <= math.prod(k.shape[:-3]) else [lambda t: t]
 
 
