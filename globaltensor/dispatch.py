@@ -26,6 +26,7 @@ from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
+from .strides import turn
 from .visible import apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
@@ -329,6 +330,7 @@ def _freeze(
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
     done.random = op.random
+    done.turn = turn(op.dims[0], op.out[0], choice.outs[0]) if op.view and done.single else None
     rank = world().rank
     if not done.outside:
         if op.local is not None:
@@ -342,7 +344,7 @@ def _freeze(
         return done  # a recorder is at work: it wants to be asked at each step
     if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
-    if flat and done.single:
+    if flat and done.single and done.turn is None:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
     elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):

@@ -17,6 +17,7 @@ from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
+from .strides import note
 from .visible import apply
 from .wrapper import GlobalTensor
 
@@ -150,7 +151,7 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "turn")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -164,6 +165,7 @@ class Boxed(Plan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
+        self.turn: tuple[int, ...] | None = None  # of a view, which dims of its base it has: where strides of parts do not tell (strides.py)
         self.structure: Any = None  # the results' nest, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -213,6 +215,12 @@ class Boxed(Plan):
 
     def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         """The result of that number of a view function's call."""
+        out = self._seen(local, spec, call)
+        if self.turn is not None:
+            note(next(t for t in tensors_in(call[2], tensors_in(call[1], [])) if isinstance(t, GlobalTensor)), out, self.turn)
+        return out
+
+    def _seen(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):

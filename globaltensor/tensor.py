@@ -23,6 +23,7 @@ from .placement import Placement
 from .plans import admit_signs, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
+from .strides import carry_note, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor
 
@@ -296,7 +297,10 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
 
 def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
-    return GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    out = GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    if memory_format is torch.preserve_format:
+        carry_note(self, out)
+    return out
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
@@ -327,19 +331,6 @@ def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return into_plain(func, args[1].placement, args, kwargs)
 
 
-def stride(self: GlobalTensor, dim: int | None = None) -> Any:
-    """Strides of a whole tensor laid out as the local part is; where that is of the whole shape, its own."""
-    local = self._local.stride() if self._local.dim() == self.dim() else torch.empty(self.shape, device="meta").stride()
-    if self._local.shape == self.shape:
-        return local if dim is None else local[dim]
-    order = sorted(range(self.dim()), key=lambda d: (-local[d], d))
-    out, step = [0] * self.dim(), 1
-    for d in reversed(order):
-        out[d] = step if local[d] or self.shape[d] <= 1 else 0
-        step *= self.shape[d] if out[d] else 1
-    return tuple(out) if dim is None else out[dim]
-
-
 def of_local(name: str) -> Callable[..., Any]:
     """A question that the local part answers for the whole."""
     method = getattr(torch.Tensor, name)
@@ -359,6 +350,8 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         alone = self._memory is None
         out: Any = view(twin(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
+        self.__dict__.pop("_order", None)
+        carry_note(out, self)
         if isinstance(out, MovedView) and not alone:
             self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
             self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]

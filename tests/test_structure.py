@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("distributed",),
     ("boxing", "comm"),
+    ("strides",),
     ("moved",),
     ("rules", "reducer"),
     ("sharded", "profiling"),
