@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import sharded
+from .bodies import recalled
 from .boxing import box, log, plan
 from .distributed.world import placeholder, world
 from .errors import InplaceError
@@ -120,6 +121,20 @@ class Plan:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a plan that is not direct has its own run")
+
+
+class Recalling(Plan):
+    """For functions of torch that forget an argument on the way here: ``again`` with it, where it was given, else the plan for the call without."""
+
+    __slots__ = ("again", "usual")
+
+    def __init__(self, usual: Plan, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.usual, self.again = usual, again
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = recalled(func, kwargs)
+        return self.usual.run(func, args, kwargs) if given is kwargs else self.again(*args, **given)
 
 
 class Answer(Plan):

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules", "reducer"),
     ("sharded", "profiling"),
     ("plans",),
+    ("trial",),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
