@@ -14,10 +14,10 @@ import torch
 from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
-from .convert import all_ranks, check_placement, gather_specs
+from .convert import all_ranks, check_meta_consistency, check_placement, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError, ShapeError
+from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
 from .moved import MovedView, twin, written
 from .placement import Placement
 from .plans import admit_signs, promote
@@ -178,16 +178,6 @@ def _renamed(old: str, new: str) -> property:
         raise RenamedError(f".{old} is .{new} now")
 
     return property(get)
-
-
-def check_meta_consistency(self: GlobalTensor) -> None:
-    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the world. Raises ShapeError naming two that differ."""
-    here, spec = world(), self._spec.shown
-    mine = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} {' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
-    told = here.comm(tuple(range(here.size))).all_gather_object(mine)
-    for r, other in enumerate(told):
-        if other != told[0]:
-            raise ShapeError(f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has {other}\nlet every rank make it by the same calls")
 
 
 # ---------------------------------------------------------------------------------------------------------------- values on every rank
@@ -419,7 +409,7 @@ METHODS: dict[str, Any] = {
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
-    "check_meta_consistency": check_meta_consistency,
+    "check_meta_consistency": check_meta_consistency, "global_id": global_id,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
