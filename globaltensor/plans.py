@@ -11,6 +11,7 @@ import torch
 from . import sharded
 from .bodies import recalled
 from .boxing import box, log, plan
+from .boxing.autograd import NOTHING
 from .distributed.world import placeholder, world
 from .errors import InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
@@ -419,10 +420,12 @@ class _Elsewhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.save_for_backward(NOTHING)  # a checkpoint computes its region again where ranks that compute do
         return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
         return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 
