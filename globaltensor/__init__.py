@@ -28,7 +28,7 @@ from .rules.experts import experts
 from .rules.grouped import grouped_linear
 from .show import show
 from .spec import Spec
-from .spellings import global_to_global, local_to_global
+from .spellings import global_to_global, local_to_global, tensordot, transpose
 from .tensor import GlobalTensor, to_global, to_local
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
