@@ -11,7 +11,7 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
-from .arrays import Tensor
+from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .checkpoint import load, save
@@ -28,7 +28,7 @@ from .rules.experts import experts
 from .rules.grouped import grouped_linear
 from .show import show
 from .spec import Spec
-from .spellings import global_to_global, local_to_global
+from .spellings import global_to_global, local_to_global, tensordot, transpose
 from .tensor import GlobalTensor, to_global, to_local
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.

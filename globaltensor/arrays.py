@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .creation import as_tensor, empty, tensor
+from .creation import as_tensor, check_whole, empty, tensor
 from .dispatch import HANDLERS
 from .plans import promote
 from .rules.notation import Op
@@ -19,39 +19,57 @@ from .spec import Spec
 from .tensor import to_global
 from .wrapper import GlobalTensor
 
-__all__ = ["Tensor"]
+__all__ = [
+    "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "Tensor",
+]  # fmt: skip
 
 
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]
-    """Of `Tensor`: what it makes may be global; what it is, is torch's class."""
+    """Of `Tensor` and the typed constructors: what they make may be global; what they are, is torch's class (``_of``)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _made(*args, **kwargs) if cls is Tensor else super().__call__(*args, **kwargs)
+        return _made(cls, *args, **kwargs) if "_of" in vars(cls) else super().__call__(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.Tensor) if cls is Tensor else super().__instancecheck__(instance)
+        return isinstance(instance, cls._of) if "_of" in vars(cls) else super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, torch.Tensor) if cls is Tensor else super().__subclasscheck__(subclass)
 
     def __eq__(cls, other: Any) -> Any:
-        return other is cls or (cls is Tensor and other is torch.Tensor)
+        return other is cls or ("_of" in vars(cls) and other is cls._of)
 
     def __hash__(cls) -> int:
-        return hash(torch.Tensor) if cls is Tensor else super().__hash__()
+        return hash(cls._of) if "_of" in vars(cls) else super().__hash__()
 
 
 class Tensor(torch.Tensor, metaclass=_Kind):
     """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3, placement=p, sbp=s)``. Sizes, or data every rank has."""
 
+    _of = torch.Tensor
 
-def _made(*args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
+
+def _typed(dtype: torch.dtype, name: str) -> Any:
+    """``flow.FloatTensor`` and its kin: torch's own, which take ``placement`` and ``sbp`` too."""
+    # By this name x.type(flow.FloatTensor) knows it.
+    return _Kind(f"torch.{name}", (torch.Tensor,), {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed.__doc__})
+
+
+FloatTensor, DoubleTensor, HalfTensor = _typed(torch.float32, "FloatTensor"), _typed(torch.float64, "DoubleTensor"), _typed(torch.float16, "HalfTensor")
+BFloat16Tensor, BoolTensor, ByteTensor = _typed(torch.bfloat16, "BFloat16Tensor"), _typed(torch.bool, "BoolTensor"), _typed(torch.uint8, "ByteTensor")
+CharTensor, ShortTensor = _typed(torch.int8, "CharTensor"), _typed(torch.int16, "ShortTensor")
+IntTensor, LongTensor = _typed(torch.int32, "IntTensor"), _typed(torch.int64, "LongTensor")
+
+
+def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
     if placement is None and sbp is None:
-        return torch.Tensor(*args, **kwargs)
-    dtype = torch.get_default_dtype()
+        return cls._of(*args, **kwargs)
+    name = cls.__name__.removeprefix("torch.")
+    check_whole(name, placement, sbp, kwargs)
+    dtype = torch.get_default_dtype() if cls is Tensor else cls.dtype
     if args and not isinstance(args[0], (int, torch.Size)):
         if len(args) > 1:
-            raise TypeError(f"Tensor takes sizes, or data in one argument; got {len(args)} arguments, the first a {type(args[0]).__name__}")
+            raise TypeError(f"{name} takes sizes, or data in one argument; got {len(args)} arguments, the first a {type(args[0]).__name__}")
         (data,) = args
         if isinstance(data, GlobalTensor):
             return to_global(data.detach().to(dtype), placement, sbp, **kwargs)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["apply_plainly", "body_of"]
+__all__ = ["FORGOTTEN", "apply_plainly", "body_of", "recalled"]
+
+#: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13; before `l1_loss` had no weight).
+FORGOTTEN: dict[Any, tuple[str, ...]] = {torch.nn.functional.l1_loss: ("weight",), torch.chain_matmul: ("out",)}
+_DEEPEST = 16  # frames between the function and who it was handed to
+
+
+def recalled(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs``; with the arguments of this call that ``func`` has forgotten, if any: it still runs, and has them."""
+    if func not in FORGOTTEN or not kwargs.keys().isdisjoint(FORGOTTEN[func]):
+        return kwargs
+    frame = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame.f_code is func.__code__:
+            given = {name: frame.f_locals.get(name) for name in FORGOTTEN[func]}
+            found = {name: value for name, value in given.items() if value is not None}
+            return {**kwargs, **found} if found else kwargs
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return kwargs
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:

@@ -14,6 +14,7 @@ from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
 from .sbp import broadcast, partial_sum
 from .spec import Spec
+from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
@@ -48,6 +49,7 @@ def data(self: GlobalTensor) -> GlobalTensor:
         return twin(self, detached=True)
     out = GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
     share(self, out, viewed=False)
+    carry_note(self, out)
     return out
 
 

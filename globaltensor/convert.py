@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,8 +13,9 @@ from .errors import PlacementError, ShapeError
 from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec
+from .wrapper import GlobalTensor
 
-__all__ = ["all_ranks", "check_placement", "gather_specs"]
+__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "gather_specs", "global_id"]
 
 
 @lru_cache(maxsize=64)
@@ -80,3 +82,29 @@ def _told(what: str, held: dict[int, tuple[tuple[int, ...], torch.dtype]]) -> st
     rows = [f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n" for r, (s, d) in list(held.items())[:16]]
     more = f"  and {len(held) - 16} more ranks\n" if len(held) > 16 else ""
     return f"{what}\n{''.join(rows)}{more}"
+
+
+def check_meta_consistency(self: GlobalTensor) -> None:
+    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the world. Raises ShapeError naming two that differ."""
+    here, spec = world(), self._spec.shown
+    mine = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} {' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
+    told = here.comm(tuple(range(here.size))).all_gather_object(mine)
+    for r, other in enumerate(told):
+        if other != told[0]:
+            raise ShapeError(f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has {other}\nlet every rank make it by the same calls")
+
+
+def global_id(self: GlobalTensor) -> int:
+    """A number of this tensor's own, the same on every rank where all ask for those of the same tensors in the same order. No communication."""
+    known = self.__dict__
+    if "_global_id" not in known:
+        _ids.last += 1
+        known["_global_id"] = _ids.last
+    return known["_global_id"]  # type: ignore[no-any-return]
+
+
+class _Ids(threading.local):
+    last = -1  # simulated ranks are threads, and each counts for itself
+
+
+_ids = _Ids()

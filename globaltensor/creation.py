@@ -136,7 +136,7 @@ MAKE: Final[dict[str, Make]] = {
 # ---------------------------------------------------------------------------------------------------------------- functions
 
 
-def _check(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
+def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any]) -> None:
     """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
     if placement is None:
         raise PlacementError(
@@ -172,7 +172,7 @@ def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
 
 
 def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
-    _check(name, placement, sbp, kwargs)
+    check_whole(name, placement, sbp, kwargs)
     if name not in ("tensor", "as_tensor", "normal"):
         args, kwargs = _numbers(args), _numbers(kwargs)
     elif args and isinstance(args[0], GlobalTensor):
@@ -258,7 +258,7 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
             if any(e.is_partial and e is not partial_sum for e in layout):  # ops leave maxima and norms of parts so; other values cannot all be one
                 layout = tuple([broadcast if e.is_partial else e for e in layout])
         placement = placement or x._spec.placement
-    _check(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
+    check_whole(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     spec, grad = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout), kwargs.pop("requires_grad", False)
     if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:

@@ -14,18 +14,20 @@ from typing import Any
 import torch
 
 from . import _torch, plans
-from .bodies import apply_plainly, body_of
+from .bodies import FORGOTTEN, apply_plainly, body_of
 from .boxing import box
 from .distributed.world import sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
+from .strides import turn
+from .trial import on_meta
 from .visible import apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
@@ -139,6 +141,8 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
     """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
     found = _plan(func, args, kwargs)
+    if func in FORGOTTEN and kwargs.keys().isdisjoint(FORGOTTEN[func]):
+        found = Recalling(found, lambda *a, **k: call(GlobalTensor, func, (), a, k))
     if key is not None:
         if len(_cache.plans) >= _MOST:
             _cache.plans.clear()
@@ -289,13 +293,16 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
+    except RuntimeError:  # of shapes that do not fit, say: in the words of the function itself, if it refuses the call as well
+        on_meta(func, specs, args, kwargs)
+        raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
-        meta = _on_meta(func, specs, args, kwargs)[0] if op.checked else None
+        meta = on_meta(func, specs, args, kwargs)[0] if op.checked else None
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
         return Whole(rule.name, specs, rule.inplace)
-    meta, structure = _on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
+    meta, structure = on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
     if meta is None:
         return _unruled(func, specs, args, kwargs)
     if unknown:
@@ -329,6 +336,7 @@ def _freeze(
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
     done.random = op.random
+    done.turn = turn(op.dims[0], op.out[0], choice.outs[0]) if op.view and done.single else None
     rank = world().rank
     if not done.outside:
         if op.local is not None:
@@ -342,7 +350,7 @@ def _freeze(
         return done  # a recorder is at work: it wants to be asked at each step
     if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
-    if flat and done.single:
+    if flat and done.single and done.turn is None:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
     elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):
@@ -372,7 +380,7 @@ def _as_autocast_would(
 
     try:
         with off():
-            plain = [m.dtype for m in _on_meta(func, specs, args, kwargs)[0] or ()]
+            plain = [m.dtype for m in on_meta(func, specs, args, kwargs)[0] or ()]
     except RuntimeError:  # operands of several dtypes, which autocast brings together
         plain = []
     found = {m.dtype for m in meta}
@@ -390,23 +398,6 @@ def _as_autocast_would(
             return composite(*args, **kwargs)
 
     return run
-
-
-def _on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:
-    """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
-    cast = _torch.any_autocast()
-    try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.fake_tensors() if cast else _torch.real_tensors()):
-                stack.enter_context(one)
-            these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
-            warnings.simplefilter("ignore")
-            out = func(*replaced(args, these), **replaced(kwargs, these))
-    except RuntimeError as error:
-        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):  # no such kernel; or the result depends on values
-            return None, None
-        raise
-    return tensors_in(out, []), out
 
 
 def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
@@ -428,14 +419,14 @@ _WARNED: set[str] = set()
 
 def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """No rule: a Python function of torch runs through its own body; anything else runs on whole tensors, with one warning."""
-    if any(map(plans.is_count, tensors_in(kwargs, tensors_in(args, []))[1:])) and _on_meta(func, specs, args, kwargs)[0] is None:
+    if any(map(plans.is_count, tensors_in(kwargs, tensors_in(args, []))[1:])) and on_meta(func, specs, args, kwargs)[0] is None:
         return Through(lambda *a, **k: plans.with_counts(func, a, k))
     name = name_of(func)
     inplace = name.endswith("_") and not name.endswith("__")
     body = body_of(func)
     if body is not None:
         return Through(body)
-    meta, structure = _on_meta(func, specs, args, kwargs) if not inplace else (None, None)
+    meta, structure = on_meta(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return Answer(structure)
     if name not in _WARNED:

@@ -29,6 +29,7 @@ from .distributed.world import placeholder, world
 from .errors import InplaceError, PlacementError, WorldError
 from .moved import written
 from .spec import Spec
+from .strides import laid
 from .visible import shown, visible
 from .wrapper import GlobalTensor
 
@@ -321,14 +322,21 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
     fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
-    if local.is_contiguous() and tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel:
+    strides = laid(x)
+    whole = tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel
+    if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
         with _turn(local.device, generator):
             fill(local, generator)
     else:
         with torch.no_grad():
-            value = filled(spec, fill, generator)
+            # In another order than row by row it takes the kernel that torch has for that, which knows no blocks.
+            value = filled(spec, fill, generator) if strides is None else draw(spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator)
         local.copy_(value)  # with gradients as they are: torch's own checks and its version counter apply
     return written(x)
+
+
+def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tensor:
+    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
 
 
 def _whole(name: str, value: Any, spec: Spec) -> Any:

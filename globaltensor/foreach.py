@@ -12,7 +12,7 @@ from . import _torch
 from .boxing import box
 from .dispatch import HANDLERS
 from .distributed.world import placeholder, world
-from .moved import written
+from .moved import aliased, shown_elsewhere, written
 from .placement import Placement
 from .plans import bring_together, name_of, promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
@@ -31,6 +31,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     writes = name.endswith("_")
     first = _lists(args)[0]
+    if writes and any(_apart(name, t) for t in first):
+        return _one_by_one(func, args, kwargs, first)
     if writes:
         _writable(name, first)
     columns = zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)
@@ -59,6 +61,36 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 written(t)
         return first
     return _wrapped(result, mine, specs)
+
+
+def _apart(name: str, t: torch.Tensor) -> bool:
+    """Whether what is written into lies as parts of a sum and has to stay so: the user has said so, or another tensor shows the same parts."""
+    if not name.startswith("_foreach_") or name == "_foreach_zero_" or not isinstance(t, GlobalTensor):
+        return False
+    return any(e.is_partial for e in t._spec.layout) and (t._pinned or aliased(t) or shown_elsewhere(t) or (t._local.is_leaf and t._local.requires_grad))
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]) -> Any:
+    """Those that have to stay parts of a sum by the method of the same name, which knows what is linear; the others together."""
+    name = name_of(func)
+    method = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+    ordinary = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)  # of the few that have no method which writes
+    alone = [i for i, t in enumerate(first) if _apart(name, t)]
+    together = [i for i in range(len(first)) if i not in alone]
+
+    def picked(a: Any, which: list[int]) -> Any:
+        return [a[i] for i in which] if isinstance(a, (list, tuple)) and len(a) == len(first) else a
+
+    for i in alone:
+        target, *others = [a[i] if isinstance(a, (list, tuple)) and len(a) == len(first) else a for a in args]
+        named = {k: picked(v, [i])[0] if isinstance(v, (list, tuple)) and len(v) == len(first) else v for k, v in kwargs.items()}
+        if method is not None:
+            method(target, *others, **named)
+        else:
+            target.copy_(ordinary(target, *others, **named))  # type: ignore[misc]
+    if together:
+        func(*[picked(a, together) for a in args], **{k: picked(v, together) for k, v in kwargs.items()})
+    return first
 
 
 def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:

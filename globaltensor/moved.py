@@ -18,6 +18,7 @@ import torch
 from . import _torch
 from .boxing import box
 from .spec import Spec
+from .strides import carry_note
 from .wrapper import GlobalTensor, Memory
 
 __all__ = ["MovedView", "aliased", "refresh", "share", "shown_elsewhere", "touched", "twin", "written"]
@@ -121,6 +122,7 @@ def twin(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
             return MovedView.of(local, x._spec, source, taken, index)
     out = GlobalTensor.wrap(local, x._spec)
     share(x, out, viewed=False)
+    carry_note(x, out)
     return out
 
 

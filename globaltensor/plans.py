@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from . import sharded
+from .bodies import recalled
 from .boxing import box, log, plan
+from .boxing.autograd import NOTHING
 from .distributed.world import placeholder, world
 from .errors import InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
@@ -17,6 +19,7 @@ from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
+from .strides import note
 from .visible import apply
 from .wrapper import GlobalTensor
 
@@ -121,6 +124,20 @@ class Plan:
         raise AssertionError("a plan that is not direct has its own run")
 
 
+class Recalling(Plan):
+    """For functions of torch that forget an argument on the way here: ``again`` with it, where it was given, else the plan for the call without."""
+
+    __slots__ = ("again", "usual")
+
+    def __init__(self, usual: Plan, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.usual, self.again = usual, again
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = recalled(func, kwargs)
+        return self.usual.run(func, args, kwargs) if given is kwargs else self.again(*args, **given)
+
+
 class Answer(Plan):
     """The result is no tensor and follows from the specs alone."""
 
@@ -150,7 +167,7 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "turn")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -164,6 +181,7 @@ class Boxed(Plan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
+        self.turn: tuple[int, ...] | None = None  # of a view, which dims of its base it has: where strides of parts do not tell (strides.py)
         self.structure: Any = None  # the results' nest, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -213,6 +231,12 @@ class Boxed(Plan):
 
     def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         """The result of that number of a view function's call."""
+        out = self._seen(local, spec, call)
+        if self.turn is not None:
+            note(next(t for t in tensors_in(call[2], tensors_in(call[1], [])) if isinstance(t, GlobalTensor)), out, self.turn)
+        return out
+
+    def _seen(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):
@@ -396,10 +420,12 @@ class _Elsewhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.save_for_backward(NOTHING)  # a checkpoint computes its region again where ranks that compute do
         return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
         return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 

@@ -14,15 +14,16 @@ import torch
 from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
-from .convert import all_ranks, check_placement, gather_specs
+from .convert import all_ranks, check_meta_consistency, check_placement, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError, ShapeError
+from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
 from .moved import MovedView, twin, written
 from .placement import Placement
 from .plans import admit_signs, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
+from .strides import carry_note, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor
 
@@ -179,16 +180,6 @@ def _renamed(old: str, new: str) -> property:
     return property(get)
 
 
-def check_meta_consistency(self: GlobalTensor) -> None:
-    """Whether all ranks mean the same tensor: shape, dtype, placement, sbp. Collective over the world. Raises ShapeError naming two that differ."""
-    here, spec = world(), self._spec.shown
-    mine = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} {' '.join(e.short for e in spec.layout)} on {spec.placement!r}"
-    told = here.comm(tuple(range(here.size))).all_gather_object(mine)
-    for r, other in enumerate(told):
-        if other != told[0]:
-            raise ShapeError(f"the ranks mean different tensors:\n  rank 0 has {told[0]}\n  rank {r} has {other}\nlet every rank make it by the same calls")
-
-
 # ---------------------------------------------------------------------------------------------------------------- values on every rank
 
 
@@ -296,7 +287,10 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
 
 def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
-    return GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    out = GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    if memory_format is torch.preserve_format:
+        carry_note(self, out)
+    return out
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
@@ -327,19 +321,6 @@ def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return into_plain(func, args[1].placement, args, kwargs)
 
 
-def stride(self: GlobalTensor, dim: int | None = None) -> Any:
-    """Strides of a whole tensor laid out as the local part is; where that is of the whole shape, its own."""
-    local = self._local.stride() if self._local.dim() == self.dim() else torch.empty(self.shape, device="meta").stride()
-    if self._local.shape == self.shape:
-        return local if dim is None else local[dim]
-    order = sorted(range(self.dim()), key=lambda d: (-local[d], d))
-    out, step = [0] * self.dim(), 1
-    for d in reversed(order):
-        out[d] = step if local[d] or self.shape[d] <= 1 else 0
-        step *= self.shape[d] if out[d] else 1
-    return tuple(out) if dim is None else out[dim]
-
-
 def of_local(name: str) -> Callable[..., Any]:
     """A question that the local part answers for the whole."""
     method = getattr(torch.Tensor, name)
@@ -359,6 +340,8 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         alone = self._memory is None
         out: Any = view(twin(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
+        self.__dict__.pop("_order", None)
+        carry_note(out, self)
         if isinstance(out, MovedView) and not alone:
             self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
             self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
@@ -426,7 +409,7 @@ METHODS: dict[str, Any] = {
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
-    "check_meta_consistency": check_meta_consistency,
+    "check_meta_consistency": check_meta_consistency, "global_id": global_id,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),

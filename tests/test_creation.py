@@ -177,6 +177,34 @@ def test_the_old_constructor() -> None:
     assert flow.Tensor.add is torch.Tensor.add
 
 
+def test_typed_constructors() -> None:
+    def on_ranks() -> None:
+        for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"):
+            made, own = getattr(flow, f"{kind}Tensor"), getattr(torch, f"{kind}Tensor")
+            x = made([[1, 0], [1, 1], [0, 1]], placement=LINE, sbp=S0)
+            assert (x.dtype, x.sbp, x.tolist()) == (own.dtype, (S0,), own([[1, 0], [1, 1], [0, 1]]).tolist())
+            assert (made(2, 3, placement=LINE, sbp=S0).shape, made(2, 3).shape, type(made(2, 3))) == ((2, 3), (2, 3), torch.Tensor)
+            assert (made == own, isinstance(x, made), made.dtype) == (True, True, own.dtype)
+            assert (isinstance(x, flow.Tensor), torch.ones(2).type(made).dtype, x.double().type(made).dtype) == (True, own.dtype, own.dtype)
+            with pytest.raises(PlacementError, match=rf"{kind}Tensor got sbp=.*add placement="):
+                made(2, 3, sbp=S0)
+        with pytest.raises(PlacementError, match=r"^Tensor got sbp="):
+            flow.Tensor(2, 3, sbp=S0)
+
+    simulate(3, on_ranks)
+
+
+def test_global_ids_are_the_same_on_every_rank() -> None:
+    def on_ranks() -> list[int]:
+        x, y = (flow.zeros(2, placement=LINE, sbp=S0) for _ in range(2))
+        assert x.global_id() == x.global_id()
+        return [x.global_id(), y.global_id(), (x + y).global_id()]
+
+    first, *others = simulate(3, on_ranks)
+    assert len(set(first)) == 3
+    assert all(ids == first for ids in others)
+
+
 NUMPY: dict[str, Callable[[Any, Any], Any]] = {
     "x + a": lambda x, a: x + a, "x - a": lambda x, a: x - a, "x * a": lambda x, a: x * a, "x / a": lambda x, a: x / a, "x // a": lambda x, a: x // a,
     "x % a": lambda x, a: x % a, "x ** a": lambda x, a: x**a, "x @ a": lambda x, a: x @ a, "a / x": lambda x, a: a / x, "x == a": lambda x, a: x == a,

@@ -180,9 +180,9 @@ def test_what_is_detached_from_a_partial_shows_the_same(write: str) -> None:
 def test_several_at_once_do_not_part_from_what_shows_the_same() -> None:
     def on_ranks() -> None:
         y = on(values(5, 3), S(1)) @ on(values(3, 4), S(0))
-        with pytest.raises(InplaceError, match="out-of-place"):
-            torch._foreach_clamp_min_([y.detach()], 0.0)
         z = y * 1
+        torch._foreach_clamp_min_([y.detach()], 0.0)
+        torch.testing.assert_close(torch.from_numpy(y.numpy()), (values(5, 3) @ values(3, 4)).clamp(0))
         torch._foreach_clamp_min_([z], 0.0)
         torch.testing.assert_close(torch.from_numpy(z.numpy()), (values(5, 3) @ values(3, 4)).clamp(0))
 
@@ -211,5 +211,46 @@ def test_any_values_go_where_norms_of_parts_were(write: str, p: float) -> None:
         for sbp in (S(0), S(1)):
             for got, want in zip(step(on(values(5, 4), sbp)), step(values(5, 4)), strict=True):
                 torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+LISTS: dict[str, Callable[[list[Any], list[Any]], Any]] = {
+    "add a number": lambda x, y: torch._foreach_add_(x, 1.0),
+    "add numbers": lambda x, y: torch._foreach_add_(x, [1.0, 2.0]),
+    "add": lambda x, y: torch._foreach_add_(x, y, alpha=0.5),
+    "mul": lambda x, y: torch._foreach_mul_(x, y),
+    "lerp": lambda x, y: torch._foreach_lerp_(x, y, 0.3),
+    "addcmul": lambda x, y: torch._foreach_addcmul_(x, y, y, value=0.5),
+    "copy": lambda x, y: torch._foreach_copy_(x, y),
+    "neg": lambda x, y: torch._foreach_neg_(x),
+    "zero": lambda x, y: torch._foreach_zero_(x),
+}
+#: These are not linear.
+CURVED: dict[str, Callable[[list[Any], list[Any]], Any]] = {
+    "abs": lambda x, y: torch._foreach_abs_(x),
+    "maximum": lambda x, y: torch._foreach_maximum_(x, y),
+}
+
+
+@pytest.mark.parametrize("kind", ["detached", "view", "pinned"])
+@pytest.mark.parametrize("write", [*LISTS, *CURVED])
+def test_lists_of_partials_that_others_show_are_written_into(write: str, kind: str) -> None:
+    seen: Callable[[Any], Any] = {"detached": lambda x: x.detach(), "view": lambda x: x[1:], "pinned": lambda x: x}[kind]
+    do = {**LISTS, **CURVED}[write]
+
+    def step(x: Any, other: Any, y: Any) -> list[Any]:
+        target = seen(x)
+        do([target, other], [y[: target.shape[0]], y])
+        return [x, other]
+
+    def on_ranks() -> None:
+        part = on(values(5, 4), P) if kind == "pinned" else on(values(5, 4), P) * 1
+        if kind == "pinned" and write == "abs":
+            with pytest.raises(InplaceError, match=r"abs_.*\n.*\n.*to_global"):
+                step(part, on(values(5, 4), S(1)), on(values(5, 4) * 2, S(0)))
+            return
+        for got, want in zip(step(part, on(values(5, 4), S(1)), on(values(5, 4) * 2, S(0))), step(values(5, 4), values(5, 4), values(5, 4) * 2), strict=True):
+            torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)

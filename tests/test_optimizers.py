@@ -355,3 +355,41 @@ def test_adafactor_in_lists() -> None:
             assert torch.allclose(full(model.weight), plain.weight.detach())
 
     simulate(2, body, timeout=20.0)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Adafactor in lists", "Muon"])
+def test_who_looks_at_whole_tensors_steps_parts_of_a_sum(name: str) -> None:
+    if not hasattr(optim, name.split()[0]):
+        pytest.skip("this torch has no such optimizer")
+    makers: dict[str, Any] = {
+        "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=2),
+        "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, foreach=False),
+        "Adafactor in lists": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
+        "Muon": lambda p: optim.Muon(p, lr=0.1),
+    }
+    start = [torch.arange(24.0, dtype=torch.float64).view(6, 4).cos(), torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()]
+
+    def steps(params: list[Any]) -> list[Any]:
+        optimizer = makers[name](params)
+        for _ in range(2):
+
+            def loss() -> Any:
+                optimizer.zero_grad()
+                value = sum(((p - 1) ** 2).sum() for p in params)
+                value.backward()  # type: ignore[union-attr]
+                return value
+
+            optimizer.step(loss)
+        return params
+
+    want = steps([t.clone().requires_grad_() for t in start])
+
+    def body() -> None:
+        everyone = flow.placement.all("cpu")
+        for layout in ((P, B), (B, P), (P, P)) if name == "Muon" else ((P, B), (B, P), (P, S(0))):
+            params = [t.to_global(everyone, B).to_global(sbp=sbp).detach().requires_grad_() for t, sbp in zip(start, layout, strict=True)]
+            for got, plain in zip(steps(params), want, strict=True):
+                near = 1e-2 if name == "Muon" else 1e-9  # which computes in bfloat16
+                assert torch.allclose(full(got), plain.detach(), rtol=near, atol=near)
+
+    simulate(2, body, timeout=20.0)

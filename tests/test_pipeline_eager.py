@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
@@ -207,3 +209,43 @@ def initialised(model: nn.Module) -> nn.Module:
         for p in model.double().parameters():
             p.copy_(torch.randn(p.shape, generator=gen, dtype=torch.float64))
     return model
+
+
+class Stages(torch.nn.Module):
+    def __init__(self, places: Sequence[Any], again: bool) -> None:
+        super().__init__()
+        self.stages = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)).double() for _ in range(3))
+        self.places, self.again = places, again
+
+    def forward(self, x: Any) -> Any:
+        for stage, place in zip(self.stages, self.places, strict=True):
+
+            def run(x: Any, stage: Any = stage, place: Any = place) -> Any:
+                x = x if place is None else x.to_global(placement=place, sbp=x.sbp)
+                return stage(x * 2) + x  # the last op saves nothing
+
+            x = checkpoint(run, x, use_reentrant=False) if self.again else run(x)
+        return x
+
+
+@pytest.mark.parametrize("layout", [flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)], ids=str)
+def test_checkpoints_around_whole_stages(layout: Any) -> None:
+    """Ranks that compute nothing of a stage take part in what moves when it runs again."""
+    torch.manual_seed(0)
+    plain = Stages([None] * 3, again=False)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    plain(x).square().mean().backward()
+
+    def on_ranks() -> None:
+        places = [flow.placement("cpu", ranks) for ranks in ([0, 1], [2, 3], [1, 2])]
+        model = Stages(places, again=True)
+        model.load_state_dict(plain.state_dict())
+        for stage, place in zip(model.stages, places, strict=True):
+            stage.to_global(place, lambda path, t: layout if t.dim() > 1 else flow.sbp.broadcast)
+        given = x.to_global(placement=places[0], sbp=flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
+        for step in range(2):
+            model(given).square().mean().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(torch.from_numpy(p.grad.numpy()), q.grad * (step + 1))
+
+    simulate(4, on_ranks, timeout=20.0)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,46 @@ def test_initialisers_equal_one_device(number: int) -> None:
             continue  # there it is made of ops that no partial tensor takes in place
         for got in simulate(placement.size, on_ranks, placement, layout):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+IN_ANOTHER_ORDER: list[Callable[[Any], Any]] = [
+    lambda w: w.mT, lambda w: w.transpose(0, 1), lambda w: w.mT * 2, lambda w: w.permute(2, 0, 1), lambda w: w.mT.mT, lambda w: w.movedim(0, -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [broadcast, partial_sum, S0, S1], ids=str)
+@pytest.mark.parametrize("number", range(len(IN_ANOTHER_ORDER)))
+def test_what_lies_in_another_order_is_filled_as_one_device_does(number: int, entry: Sbp) -> None:
+    seen = IN_ANOTHER_ORDER[number]
+
+    def on_ranks() -> tuple[Any, Any]:
+        target = seen(torch.zeros(5, 4, 7).to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast).to_global(sbp=entry))
+        torch.manual_seed(4)
+        return target.stride(), [torch.from_numpy(fill(target).numpy().copy()) for fill in (Tensor.normal_, Tensor.uniform_)]
+
+    want = seen(torch.zeros(5, 4, 7))
+    torch.manual_seed(4)
+    values = [want.normal_().clone(), want.uniform_().clone()]
+    for strides, got in simulate(2, on_ranks):
+        assert strides == want.stride()
+        assert all(torch.equal(g, w) for g, w in zip(got, values, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (5, 3, 3), (1, 3), (3, 1)], ids=str)
+def test_ranks_agree_on_the_order_where_some_part_cannot_tell(shape: tuple[int, ...]) -> None:
+    def on_ranks(entry: Sbp) -> Any:
+        target = torch.zeros(shape).to_global(placement=Placement("cpu", [0, 1]), sbp=broadcast).to_global(sbp=entry).transpose(0, 1)
+        torch.manual_seed(4)
+        return target.stride(), target.normal_().tolist(), target.as_strided((2, 2), (1, 1)).tolist()
+
+    want = torch.zeros(shape).transpose(0, 1)
+    torch.manual_seed(4)
+    want.normal_()
+    for entry in (S0, S1):
+        for strides, values, windows in simulate(2, on_ranks, entry):
+            assert strides == want.stride()
+            assert torch.equal(torch.tensor(values), want)
+            assert torch.equal(torch.tensor(windows), want.as_strided((2, 2), (1, 1)))
 
 
 def test_in_place_checks() -> None:

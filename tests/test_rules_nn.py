@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -90,6 +91,7 @@ LOSSES: list[tuple[Any, ...]] = [
     *[(F.mse_loss, x(5, 4), x(5, 4) * 2, None, None, r, x(5, 4).square()) for r in ("none", "sum", "mean")],
     *[(F.huber_loss, x(5, 4), x(5, 4) * 2, r, 0.5, x(5, 4).square()) for r in ("none", "sum", "mean")],
 ]  # fmt: skip
+WEIGHTED = "weight" in inspect.signature(F.l1_loss).parameters
 
 
 def name(row: tuple[Any, ...]) -> str:
@@ -122,6 +124,70 @@ def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's own, of old arguments
         _checked(row)
+
+
+@pytest.mark.skipif(not WEIGHTED, reason="this torch's l1_loss has no weight")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_what_torch_forgets_on_the_way_is_not_lost(reduction: str) -> None:
+    """Some functions of torch leave an argument out when they hand a call on."""
+    compare(lambda a, b, w: F.l1_loss(a, b, reduction=reduction, weight=w), x(5, 4), x(5, 4) * 2, x(5, 4).square(), fallback=True)
+    compare(lambda a, b: F.l1_loss(a, b, reduction=reduction), x(5, 4), x(5, 4) * 2)
+
+    class Weighted(flow.nn.Graph):
+        def build(self, a: Any, b: Any, w: Any) -> Any:
+            return F.l1_loss(a, b, reduction=reduction, weight=w)
+
+    def in_a_graph() -> None:
+        line = flow.placement("cpu", [0, 1])
+        parts = [t.to_global(line, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)) for t in (x(5, 4), x(5, 4) * 2, x(5, 4).square())]  # type: ignore[attr-defined]
+        want = F.l1_loss(x(5, 4), x(5, 4) * 2, reduction=reduction, weight=x(5, 4).square())
+        torch.testing.assert_close(full(Weighted()(*parts)), want)
+
+    simulate(2, in_a_graph)
+
+
+def test_the_result_of_a_chain_of_products_goes_where_it_is_asked_for() -> None:
+    def on_ranks() -> None:
+        line = flow.placement("cpu", [0, 1])
+        out = flow.zeros(3, 5, dtype=torch.float64, placement=line, sbp=flow.sbp.split(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's own: it is deprecated
+            torch.chain_matmul(x(3, 4).to_global(line, flow.sbp.broadcast), x(4, 5).to_global(line, flow.sbp.broadcast), out=out)  # type: ignore[attr-defined]
+        torch.testing.assert_close(full(out), x(3, 4) @ x(4, 5))
+
+    simulate(2, on_ranks)
+
+
+#: Calls that torch refuses, and does so on meta tensors in other words or not at all.
+REFUSED: list[tuple[Any, ...]] = [
+    *[(f, x(6, 4), ids(4, 6), x(n)) for f in (CE, NLL) for n in (3, 5, 1)], (CE, x(6, 4), soft[:1].expand(6, 4), x(3)), (CE, x(3, 4, 5), ids(4, 3, 5), x(5)),
+    (NLL, x(3, 4, 2, 2), ids(4, 3, 2, 2), x(3)), (F.multi_margin_loss, x(6, 4), ids(4, 6), 1, 1.0, x(3)), (CE, x(6, 4), ids(4, 5)), (CE, x(6, 4), x(6)),
+    (F.binary_cross_entropy, x(6, 4).sigmoid(), soft[:, :3]), (partial(F.binary_cross_entropy_with_logits, pos_weight=x(3)), x(5, 4), soft),
+    (F.mse_loss, x(6, 4), x(6, 3)), (F.multi_margin_loss, x(6, 4), ids(4, 5)), (F.cosine_embedding_loss, x(6, 4), x(6, 4), signs),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=name)
+def test_a_wrong_call_is_refused_in_the_words_of_torch(row: tuple[Any, ...]) -> None:
+    f, *args = row
+
+    def refusal(*args: Any) -> Exception:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's own, of shapes that differ
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                f(*args)
+        return caught.value
+
+    def on_ranks(entry: Any) -> None:
+        line = flow.placement("cpu", [0, 1])
+        given = [t.to_global(line, flow.sbp.broadcast).to_global(sbp=entry) if isinstance(t, torch.Tensor) else t for t in args]  # type: ignore[attr-defined]
+        told = refusal(*given)
+        assert type(told) is type(want)
+        assert str(told)[:40] == str(want)[:40]
+
+    want = refusal(*args)
+    for entry in (flow.sbp.broadcast, flow.sbp.split(0)):
+        simulate(2, on_ranks, entry)
 
 
 @pytest.mark.parametrize("row", NORMS + LAYERS + SPACE + LOSSES, ids=name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.everywhere import full
+from support.everywhere import compare, full
 from support.oracle import check
 
 import globaltensor as flow
@@ -215,3 +215,41 @@ def test_a_place_in_an_empty_dim_is_out_of_range() -> None:
 
     with pytest.raises(IndexError, match="out of range"):
         simulate(2, on_ranks)
+
+
+ALONG: list[tuple[str, Callable[[T], T], int]] = [
+    ("diff", lambda t: t.diff(dim=0), 40), ("second diff", lambda t: t.diff(n=2, dim=0), 40), ("unfold", lambda t: t.unfold(0, 3, 1), 40),
+    ("unfold apart", lambda t: t.unfold(0, 2, 2), 0), ("repeat", lambda t: t.repeat(2, 1), 320), ("tile", lambda t: t.tile(2, 3), 320),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "run", "most"), ALONG, ids=[row[0] for row in ALONG])
+def test_a_split_dim_stays_split_where_neighbours_are_looked_at(name: str, run: Callable[[T], T], most: int) -> None:
+    for rows in (9, 5, 3, 2):
+        if rows > 2 or name != "unfold":
+            compare(run, x(rows, 4), draws=3)
+
+    def traffic() -> None:
+        whole = torch.arange(160.0).view(16, 10)
+        given = whole.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        with flow.boxing_log() as moved:
+            found = run(given)
+        assert found.sbp == (S(0),)
+        assert torch.equal(full(found), run(whole))
+        assert sum(m.bytes for m in moved) <= most
+
+    simulate(2, traffic)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_what_is_written_into_windows_reaches_their_base(step: int) -> None:
+    def on_ranks() -> None:
+        for sbp in (S(0), S(1), B):
+            plain = torch.arange(28.0).view(7, 4)
+            given = plain.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp) * 1  # type: ignore[attr-defined]
+            plain = plain.clone()
+            for t in (plain, given):
+                t.unfold(0, 2, step)[..., 0].mul_(3)
+            assert torch.equal(full(given), plain)
+
+    simulate(2, on_ranks)

@@ -196,3 +196,19 @@ def _files(folder: Path) -> None:
 
 def test_files_of_whole_values(tmp_path: Path) -> None:
     run_on(2, _files, tmp_path)
+
+
+def test_products_as_libraries_call_them() -> None:
+    """By the module of a tensor's class opt_einsum finds this package, and calls its functions as NumPy's."""
+
+    def on_ranks() -> None:
+        line = flow.placement("cpu", [0, 1])
+        a, b = torch.arange(24.0).view(2, 3, 4), torch.arange(20.0).view(4, 5)
+        for sbp in (flow.sbp.broadcast, flow.sbp.split(0), flow.sbp.split(1)):
+            x, y = (t.to_global(line, flow.sbp.broadcast).to_global(sbp=sbp) for t in (a, b))  # type: ignore[attr-defined]
+            assert type(x).__module__.partition(".")[0] == flow.__name__
+            assert flow.tensordot(x, y, axes=((2,), (0,))).tolist() == torch.tensordot(a, b, dims=1).tolist() == flow.tensordot(x, y, 1).tolist()
+            assert flow.transpose(x, (2, 0, 1)).tolist() == a.permute(2, 0, 1).tolist()
+            assert flow.transpose(x, 0, 2).tolist() == flow.transpose(x).tolist() == flow.transpose(x, dim0=0, dim1=2).tolist() == a.permute(2, 1, 0).tolist()
+
+    simulate(2, on_ranks)

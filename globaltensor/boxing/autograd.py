@@ -6,7 +6,7 @@ are reduced by functions of their own, since their gradient depends on the value
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -111,6 +111,11 @@ def _agree(gradient: Tensor, route: Plan, placeholder: tuple[Tensor, ...]) -> Te
     return gradient + placeholder[0] if placeholder and bool(wanted) else gradient
 
 
+#: What nodes save that have nothing to save: a checkpoint (torch.utils.checkpoint) computes its region again when the first of its saved tensors is asked for,
+#: and ends when the last is there again. With one saved by every move all ranks do so at the same point between their collectives, and none too few.
+NOTHING: Final = torch.empty(0)
+
+
 class _Box(torch.autograd.Function):
     """Linear boxing. Applied to one local tensor; the rest are constants."""
 
@@ -118,8 +123,8 @@ class _Box(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, route: Plan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[Boxing], ...]) -> Tensor:
         ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
         out = _run(route, local, alias)
-        if _crosses(route) and world().rank not in route.dst.placement._coordinates:
-            ctx.save_for_backward(out)
+        ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
+        ctx.save_for_backward(out if ctx.away else NOTHING)
         if not alias and out._is_view():  # of the buffer it came in, which nobody else knows: autograd forbids to write into a view made here
             out = out.detach()
         return out
@@ -128,8 +133,9 @@ class _Box(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         route, why = ctx.route, f"backward of {ctx.why or 'to_global'}"
         here, there = route.dst.dual(), route.src.dual()
+        kept = ctx.saved_tensors  # (before anything is sent)
         if torch.is_grad_enabled() and _crosses(route):
-            gradient = _agree(gradient, route, ctx.saved_tensors)
+            gradient = _agree(gradient, route, kept if ctx.away else ())
         if ctx.grad is not None:
             gradient, here = _back(gradient, here, ctx.grad, why, ctx.logs), ctx.grad
         return _back(gradient, here, there, why, ctx.logs), None, None, None, None, None
@@ -143,8 +149,10 @@ class _Extreme(torch.autograd.Function):
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
-        ctx.route, ctx.logs = route, logs
-        if not _outside(local, route):
+        ctx.route, ctx.logs, ctx.away = route, logs, _outside(local, route)
+        if ctx.away:
+            ctx.save_for_backward(NOTHING)
+        else:
             # Partial over the axes that were reduced: each rank counts itself, the sum is how many share.
             axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
             mine = (local == out).to(out.dtype)
@@ -154,9 +162,9 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        share = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        (share,) = ctx.saved_tensors
         whole = _back(gradient, ctx.route.dst.dual(), _reduced(ctx.route), "backward of a partial max or min", ctx.logs)
-        return whole if share is None else whole * share, None, None
+        return whole if ctx.away else whole * share, None, None
 
 
 class _Norm(torch.autograd.Function):

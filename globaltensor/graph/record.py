@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .. import _torch, draws, functions, sharded, visible
+from ..bodies import recalled
 from ..boxing import box
 from ..dispatch import call
 from ..distributed.simulate import SimulatedWorld
@@ -68,7 +69,7 @@ class Local(Differentiated):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = recalled(func, kwargs or {})
         if any(issubclass(t, GlobalTensor) for t in types):
             with self:
                 return call(GlobalTensor, func, types, args, kwargs)
@@ -298,7 +299,7 @@ class Logical(Recorder):
         self.applied: Any = None  # the plan to follow (plan.py), if any
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = recalled(func, kwargs or {})
         if func is stage_of_tensor:
             return self._staged(*args)
         if func is torch.Tensor.__bool__ and (told := decided(self.known.get(id(args[0])))) is not None:

@@ -27,7 +27,8 @@ pointwise(
     "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t "
     "shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w complex polar"
 )
-pointwise("addcmul addcdiv lerp")
+# A sum of the first and what is linear in the second.
+pointwise("addcmul addcdiv lerp", linear="two")
 # Activations.
 pointwise(
     "relu relu6 gelu silu mish elu selu celu leaky_relu softplus hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink threshold logsigmoid "

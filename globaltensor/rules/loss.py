@@ -42,9 +42,7 @@ def _reader(function: Any) -> Callable[..., dict[str, Any]]:
     return read
 
 
-def _reduce(
-    op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False
-) -> None:
+def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False) -> None:
     """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for. ``plain``: the call is of tensors alone."""
     kind = call["reduction"]
     if kind == "none":
@@ -94,9 +92,12 @@ for _f in (
 ):  # fmt: skip
     _elementwise(_f)
 
-# The mean of weighted squares is their sum over the sum of the weights, not over their count.
-_squares = _reader(F.mse_loss)
-composite("mse_loss", lambda *args, **kwargs: (call := _squares(*args, **kwargs))["reduction"] == "mean" and call["weight"] is not None)(body_of(F.mse_loss))
+# The mean of weighted squares or distances is their sum over the sum of the weights, not over their count.
+for _f in (F.mse_loss, F.l1_loss):
+    _read = _reader(_f)
+    composite(_f.__name__, lambda *args, read=_read, **kwargs: (call := read(*args, **kwargs))["reduction"] == "mean" and call.get("weight") is not None)(
+        body_of(_f)
+    )
 
 
 def variance(var: Tensor) -> Tensor:
@@ -229,7 +230,11 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         op.set(target, names if soft else each)
         op.whole = {at}
         if weight is not None:
+            if tuple(weight.shape) != (x.shape[at],):  # torch's kernels say so, but not those for meta tensors
+                raise RuntimeError(f"weight tensor should be defined either for all {x.shape[at]} classes or no classes, but has shape {list(weight.shape)}")
             op.set(weight, (at,))
+        if not soft and target.dtype not in (torch.int64, torch.uint8):
+            raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
         if split_in(x, [at]) or (soft and split_in(target, [at])):
             op.compose(lambda *a, **k: over_split(read(*a, **k)))
             return

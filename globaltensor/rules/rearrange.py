@@ -20,23 +20,9 @@ from .views import each_spelling, identity, passes
 # ---------------------------------------------------------------------------------------------------------------- repeat
 
 
-def _repeated(op: Op, x: Arg, times: Sequence[int]) -> None:
-    times = (1,) * (x.ndim - len(times)) + tuple(times)
-    lead = len(times) - x.ndim
-    op.set(x, [d if times[lead + d] == 1 else None for d in range(x.ndim)])
-    op.out = [((None,) * lead + op.dims[x.index])]
-    passes(op)
-
-
 @rule(["linspace", "logspace"])
 def _linspace(op: Op, *args: Any, **kwargs: Any) -> None:
     op.out = [(None,)]  # the ends may be tensors
-
-
-@rule(["repeat", "tile"])
-def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
-    times = args or next(iter(kwargs.values()))
-    _repeated(op, input, times[0] if isinstance(times[0], (tuple, list)) else times)
 
 
 @rule("repeat_interleave")

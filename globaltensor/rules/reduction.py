@@ -231,15 +231,6 @@ rule("quantile")(lambda op, *args, **kwargs: _quantile(op, torch.quantile, *args
 rule("nanquantile")(lambda op, *args, **kwargs: _quantile(op, torch.nanquantile, *args, **canonical(kwargs)))
 
 
-@rule("diff")
-def _diff(op: Op, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> None:
-    reduced(op, input, dims_of(input, dim), True, None)
-    for other in (prepend, append):
-        if other is not None:
-            op.set(other, op.dims[input.index])
-    op.linear = [frozenset(range(len(op.args)))]
-
-
 rule(["trapezoid", "trapz"])(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, False))
 rule("cumulative_trapezoid")(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, True))
 

@@ -113,7 +113,8 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
     """Declare functions that work element by element, broadcasting.
 
     ``linear``: "" not linear; "each" in each operand by itself (a product); "first" in the first only (a quotient); "joint" in all tensor operands
-    together, where no plain number is added (a sum); "rest" in all but the first together (a choice by a mask).
+    together, where no plain number is added (a sum); "rest" in all but the first together (a choice by a mask); "two" in the first two together (a point
+    between them).
     """
 
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +134,8 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
             if any(isinstance(a, (int, float, complex)) for a in positional) and any(e.is_partial for a in op.args for e in a.spec.layout):
                 op.composite = numbers_as_tensors(op.function)
             op.linear = [] if any(isinstance(a, (int, float, complex)) for a in positional) else [frozenset(range(n))]
+        elif linear == "two" and n > 1 and all(isinstance(a, Arg) for a in args[:2]):
+            op.linear = [frozenset((0, 1))]
         elif linear == "rest" and not any(isinstance(a, (int, float, complex)) for a in positional):
             op.linear = [frozenset(range(1, n))]
 

@@ -1,4 +1,5 @@
-"""Functions that move elements along a dim, or pad it: flip, roll, rot90, pad. A split dim stays split: ranks hand each other what changes places."""
+"""Functions that move elements along a dim, pad or repeat it, or look at neighbours: flip, roll, rot90, pad, repeat, diff, unfold. A split dim stays split:
+ranks hand each other what changes places."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .halo import moved, split_room
+from ..boxing.halo import fetch
+from .halo import Window, interval, is_spread, moved, reach_of, split_room
 from .notation import Arg, Op, Split
 from .parts import stand_in, zeros_of
 from .registry import rule
@@ -127,3 +129,71 @@ def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: 
     _moves(op, input, {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()}, rest, value or 0.0)
     if mode != "constant" or not value:
         passes(op)
+
+
+@rule(["repeat", "tile"])
+def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    given = args or next(iter(kwargs.values()))
+    given = given[0] if isinstance(given[0], (tuple, list)) else given
+    times = (1,) * (input.ndim - len(given)) + tuple(given)
+    lead = len(times) - input.ndim
+    passes(op)
+    if lead:
+        op.set(input, [d if times[lead + d] == 1 else None for d in range(input.ndim)])
+        op.out = [((None,) * lead + op.dims[input.index])]
+        return
+
+    def again(n: int) -> _Positions:
+        return lambda a, b: np.arange(a, b) % n
+
+    def rest(part: Tensor, whole: list[int]) -> Tensor:
+        return part.repeat([n if d in whole else 1 for d, n in enumerate(times)])
+
+    _moves(op, input, {d: again(input.shape[d]) for d, n in enumerate(times) if n != 1}, rest)
+
+
+# ---------------------------------------------------------------------------------------------------------------- neighbours
+
+
+def _beside(op: Op, x: Arg, d: int, windows: Window, function: Callable[[Tensor], Tensor], nothing: Callable[[Tensor], Tensor]) -> None:
+    """Each element of the result along ``d`` is of a window of the operand's. ``nothing(part)``: the result where a rank has none of it, made of its part."""
+    op.exchanges = {d}
+
+    def local(split: Split) -> Callable[..., Tensor] | None:
+        if not is_spread(split, d):
+            return None
+        reach = reach_of(split, d, d, lambda a, b: [windows.span(a, b)])
+        a, b = interval(split.outs[0], split.rank, d)
+
+        def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            part = fetch(input, d, reach)
+            return function(part) if a < b else nothing(part)
+
+        return run
+
+    op.local = local
+
+
+@rule("diff")
+def _diff(op: Op, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> None:
+    d = input.dim(dim)
+    alone = prepend is None and append is None and input.is_split(d) and 0 < n < input.shape[d]
+    op.set(input, [None if k == d and not alone else k for k in range(input.ndim)])
+    for other in (prepend, append):
+        if other is not None:
+            op.set(other, op.dims[input.index])
+    op.linear, op.out = [frozenset(range(len(op.args)))], [op.dims[input.index]]
+    if alone:
+        _beside(op, input, d, Window(input.shape[d], n + 1, 1, 0), lambda part: part.diff(n, d), lambda part: part)
+
+
+@rule([torch.Tensor.unfold])
+def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
+    d = input.dim(dimension)
+    near = input.is_split(d) and 0 < size <= input.shape[d] and step > 0
+    op.set(input, [None if k == d and not near else k for k in range(input.ndim)])
+    op.out, op.view = [(*op.dims[input.index], None)], True
+    passes(op)
+    if near:
+        windows = Window(input.shape[d], size, step, 0)
+        _beside(op, input, d, windows, lambda part: part.unfold(d, size, step), lambda part: part.unsqueeze(-1).expand(*part.shape, size))

@@ -350,14 +350,6 @@ rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, inpu
 RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, offset, dim1, dim2))
 
 
-@rule([torch.Tensor.unfold])
-def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
-    d = input.dim(dimension)
-    op.set(input, [None if k == d else k for k in range(input.ndim)])
-    op.out, op.view = [(*op.dims[input.index], None)], True
-    passes(op)
-
-
 @rule(["as_strided", "as_strided_copy"])
 def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
     op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
