@@ -76,12 +76,40 @@ class Variational(nn.Module):
         return (torch.distributions.kl_divergence(found, prior).sum(-1) - bits.log_prob((x > 0).to(x.dtype)).sum(-1)).mean()  # type: ignore[no-any-return,no-untyped-call]
 
 
+class Transcribing(nn.Module):
+    """Sequences of several lengths, aligned with their texts (Graves et al. 2006): the kernel reads the lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spoken, written = 5 + (x[:, 0, 0] > 0).long(), 1 + (x[:, 0, 1] > 0).long()
+        texts = 1 + (x[:, :2, 2] > 0).long()
+        return F.ctc_loss(self.letters(x).log_softmax(-1).transpose(0, 1), texts, spoken, written)
+
+
+class Vocoder(nn.Module):
+    """A filter between a transform of sound and its inverse, which looks whether the windows overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        window = torch.hann_window(8, dtype=x.dtype)
+        heard = torch.stft(x, 8, 2, window=window, return_complex=True)
+        gain = self.gain(heard.abs().transpose(1, 2)).transpose(1, 2).sigmoid()
+        return (torch.istft(heard * gain, 8, 2, window=window, length=x.shape[1]) - x.abs()).square().mean()
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]  # whose result is a loss
     shape: tuple[int, ...] = (4, 3)
 
 
-CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational)}
+CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational),
+         "transcribing": Case(Transcribing, (4, 6, 3)), "vocoder": Case(Vocoder, (4, 24))}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:

@@ -14,18 +14,20 @@ import torch
 from torch import fx
 
 from .. import _torch, draws, functions, sharded, visible
+from ..bodies import body_of
 from ..boxing import box
 from ..dispatch import call
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..placement import Placement
 from ..plans import name_of, replaced, tensors_in
+from ..rules import UNSEEING
 from ..rules.quotient import settle
 from ..spec import Spec, layout_on
 from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
-from .bounds import decided
-from .constants import NotConstant, evaluated
+from .bounds import decided, drawn
+from .constants import NotConstant, evaluated, nodes_in
 from .differentiated import Differentiated
 from .dry import DryWorld, Untraceable
 from .errors import GraphError
@@ -41,6 +43,12 @@ _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson
 #: Functions that hand out values, and those that make a tensor from values.
 _READING: Final = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.to_dlpack})
 _MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
+
+
+_BY_CHANCE: Final = (
+    "build() chooses by a random number what it does, but a static graph does the same at each step:\n  {}\n"
+    "set the probability to 0 (layerdrop, module_dropout), let a mask choose (x + (torch.rand([]) >= p) * (layer(x) - x)), or run this model without a graph"
+)
 
 
 class Local(Differentiated):
@@ -158,6 +166,12 @@ class Local(Differentiated):
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
+                unseeing = None if func in _READING else UNSEEING.get(func) or body_of(func)
+                if unseeing is not None:
+                    with self:
+                        return unseeing(*args, **kwargs)
+                if any(map(drawn, nodes_in([self.arg(args), self.arg(kwargs)]))):
+                    raise GraphError(_BY_CHANCE.format(line())) from None
                 raise error from None
         if _torch.transforming():
             raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
