@@ -402,3 +402,12 @@ def refresh_weights(module: torch.nn.Module) -> None:
     references are made anew, as the layer does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
+
+
+#: What batch norms of 1, 2 and 3 dims and their lazy kinds have in common; it has no public name.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+
+def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
+    """Raises ValueError where an input has not the dims that a batch norm is for, as its forward does first."""
+    norm._check_input_dim(x)
