@@ -764,6 +764,42 @@ def test_what_torch_looks_into_first(name: str) -> None:
         same(model.weight, plain.weight)
 
 
+def parts_on_ranks(n: int) -> None:
+    """A step on the part that a rank has, of which some have more and some none, by way of plain tensors."""
+    line = flow.placement("cpu", list(range(world().size)))
+    model, plain = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    with torch.no_grad():
+        for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+            q.copy_(p.copy_(values(*p.shape, seed=i)))
+    model.to_global(line, B)
+
+    def build(m: nn.Module, x: Tensor) -> Tensor:
+        mine = m(x).to_local()
+        rows = mine.reshape(mine.shape[0], 2) * torch.arange(1.0, mine.shape[0] + 1.0, dtype=mine.dtype).clamp(max=1.0)[:, None]
+        loss: Tensor = rows[: len(rows)].to_global(line, S(0)).square().sum()
+        loss.backward()
+        return loss
+
+    graph, optimizer = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        x = values(n, 3, seed=step)
+        optimizer.zero_grad()
+        want = plain(x).square().sum()
+        want.backward()
+        optimizer.step()
+        same(graph(x.to_global(line, B).to_global(sbp=S(0))), want)  # type: ignore[attr-defined]
+    same(model.weight, plain.weight)
+    with pytest.raises(GraphError, match="captured another graph"):
+        graph_of(model, lambda m, x: m(x) + (x.to_local() + world().rank).sum() if world().rank else m(x) + x.to_local().sum())(
+            x.to_global(line, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+        )
+
+
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_what_a_rank_does_with_its_part_is_its_own(n: int) -> None:
+    simulate(3, parts_on_ranks, n, timeout=20.0)
+
+
 class LayerDrop(nn.Module):
     """As models of speech have it: a layer is dropped with some probability, often none."""
 
