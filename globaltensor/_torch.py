@@ -53,6 +53,16 @@ def fake_tensors() -> Any:
     return fake_tensor.FakeTensorMode()
 
 
+@contextlib.contextmanager
+def real_among_fake(fake: Any) -> Any:
+    """Inside, tensors with memory may meet those of ``fake``, the mode that is on: code that reaches for parameters of its own computes shapes with them."""
+    before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        fake.allow_non_fake_inputs = before
+
+
 _preparing = threading.Lock()
 
 

@@ -28,7 +28,7 @@ from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
 from .bounds import decided, drawn
 from .constants import NotConstant, evaluated, nodes_in
-from .differentiated import Differentiated
+from .differentiated import Differentiated, Reached
 from .dry import DryWorld, Untraceable
 from .errors import GraphError
 from .recorder import Made, Recorder, casting, line, specs_of, spelled
@@ -271,12 +271,18 @@ class Local(Differentiated):
 
     def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in(kwargs, tensors_in(args, []))
+        reached = Reached()
         if not any(isinstance(t, GlobalTensor) for t in given):
-            return self.record(function.apply, args, kwargs, Step(function.apply, function.__name__))
+            with _torch.real_among_fake(self.fake):
+                out = self.record(reached.around(function.apply), args, kwargs, Step(function.apply, function.__name__))
+            self.reaches(reached.leaves)
+            return out
         with self:
             locals_ = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in given]
         step = functions.OnParts(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
-        parts, written = self.record(step, locals_, {}, Step(step, function.__name__), True)
+        with _torch.real_among_fake(self.fake):
+            parts, written = self.record(reached.around(step), locals_, {}, Step(step, function.__name__), True)
+        self.reaches(reached.leaves)
         for i, part in zip(step.written, written, strict=True):
             given[i]._local = part
         wrapped = [given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o) for o, part in zip(step.outs, parts, strict=True)]
