@@ -627,6 +627,27 @@ def test_a_seed_in_build_is_refused() -> None:
         graph_of(nn.Linear(4, 4), seeded)(torch.randn(3, 4))
 
 
+class Hashed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return x + torch.rand(4)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def test_a_custom_function_may_seed_in_each_step() -> None:
+    graph, x = graph_of(nn.Linear(4, 4), lambda m, x: Hashed.apply(x) + torch.rand(4)), torch.randn(3, 4)
+    torch.manual_seed(7)
+    noise = torch.rand(4) + torch.rand(4)
+    torch.manual_seed(11)
+    for _ in range(2):
+        same(graph(x), x + noise, within=1e-6)
+        torch.rand(1)
+
+
 # ---------------------------------------------------------------------------------------------------------------- functions of ours
 
 

@@ -40,9 +40,18 @@ class Reached(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` while this looks on. Where it seeds the generator, as it will in each step, that counts for nothing now."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
+            generator = torch.default_generator
+            with _torch.real_tensors():
+                state, seed = generator.get_state(), generator.initial_seed()
             with self:
-                return function(*args, **kwargs)
+                out = function(*args, **kwargs)
+            if generator.initial_seed() != seed:
+                with _torch.real_tensors():
+                    generator.set_state(state)
+            return out
 
         return run
 
