@@ -421,3 +421,13 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
     """Raises ValueError where an input has not the dims that a batch norm is for, as its forward does first."""
     norm._check_input_dim(x)
+
+
+def wrap_associative_scan(around: Any) -> None:
+    """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a prototype that has no public name yet (torch 2.9): models
+    import it where they call it."""
+    import importlib
+
+    home = importlib.import_module("torch._higher_order_ops.associative_scan")
+    home.associative_scan = functools.partial(around, home.associative_scan)  # type: ignore[attr-defined]
+    torch._higher_order_ops.associative_scan = home.associative_scan  # type: ignore[assignment]

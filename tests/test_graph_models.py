@@ -103,6 +103,29 @@ class Vocoder(nn.Module):
         return (torch.istft(heard * gain, 8, 2, window=window, length=x.shape[1]) - x.abs()).square().mean()
 
 
+class StateSpace(nn.Module):
+    """A recurrence whose steps are found together where a compiler looks on (Gu & Dao 2023), by torch's scan; step by step elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.into = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        pair = (self.decay(x).sigmoid(), self.into(x))
+        if torch.compiler.is_compiling():
+            return associative_scan(_after, pair, 1, combine_mode="generic")[1].square().mean()  # type: ignore[no-any-return]
+        states = [pair[1][:, 0]]
+        for t in range(1, x.shape[1]):
+            states.append(pair[0][:, t] * states[-1] + pair[1][:, t])
+        return torch.stack(states, 1).square().mean()
+
+
+def _after(left: Any, right: Any) -> Any:
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
 class Uncached(torch.autograd.Function):
     """A layer that is run again on the way back (Gomez et al. 2017), whose parameters no argument names: they get their gradients in its backward."""
 
@@ -140,7 +163,8 @@ class Case(NamedTuple):
 
 PLANS = {"columns": lambda path, t: S(t.dim() - 1) if t.dim() else B}
 CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational),
-         "transcribing": Case(Transcribing, (4, 6, 3)), "vocoder": Case(Vocoder, (4, 24)), "reversible": Case(Reversible, clip=0.05)}  # fmt: skip
+         "transcribing": Case(Transcribing, (4, 6, 3)), "vocoder": Case(Vocoder, (4, 24)),
+         "state space": Case(StateSpace, (4, 5, 3)), "reversible": Case(Reversible, clip=0.05)}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:
