@@ -821,6 +821,41 @@ def test_what_a_rank_does_with_its_part_is_its_own(n: int) -> None:
     simulate(3, parts_on_ranks, n, timeout=20.0)
 
 
+PREPARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a scan of a parameter": lambda w: w.cumsum(1),
+    "a scan": lambda w: (w * 2).cumsum(-1),
+    "places and weights": lambda w: F.interpolate(w[None, None], scale_factor=2.0, mode="bicubic"),
+}
+
+
+@pytest.mark.parametrize("what", PREPARED)
+def test_what_a_rule_has_made_before_it_runs(what: str) -> None:
+    """Tensors that a split op keeps beside its operands are real, and the program has them."""
+
+    def build(model: nn.Module, x: Tensor) -> Tensor:
+        loss = PREPARED[what](model.weight).square().sum() + model(x).sum()  # type: ignore[arg-type]
+        loss.backward()
+        return loss
+
+    plain = nn.Linear(5, 4, bias=False).double()
+    with torch.no_grad():
+        plain.weight.copy_(values(4, 5))
+
+    def body() -> None:
+        line = flow.placement("cpu", [0, 1])
+        model, alone = copy.deepcopy(plain).to_global(line, S(1)), copy.deepcopy(plain)  # type: ignore[operator]
+        graph, optimizer = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.01)), torch.optim.SGD(alone.parameters(), lr=0.01)
+        for step in range(2):
+            x = values(3, 5, seed=step)
+            optimizer.zero_grad()
+            want = build(alone, x)
+            optimizer.step()
+            same(graph(x.to_global(line, B)), want)  # type: ignore[attr-defined]
+        same(model.weight, alone.weight)
+
+    simulate(2, body, timeout=20.0)
+
+
 class LayerDrop(nn.Module):
     """As models of speech have it: a layer is dropped with some probability, often none."""
 

@@ -237,15 +237,16 @@ class Local(Differentiated):
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
+        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)  # first: ``x.to(dtype)`` may be x, known by another node afterwards
         mark, known = next(iter(reversed(self.graph.nodes)), None), dict(self.known)
-        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)
         try:
             with self:
                 return function(*args, **kwargs)
         except (Untraceable, *_torch.data_dependence()):
             self._forget(mark)
             self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
-        return self.record(function, args, kwargs, Step(function), True)
+        with _torch.real_among_fake(self.fake):  # those that a rule has made beforehand: places, weights
+            return self.record(function, args, kwargs, Step(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
