@@ -856,6 +856,48 @@ def test_what_a_rule_has_made_before_it_runs(what: str) -> None:
     simulate(2, body, timeout=20.0)
 
 
+class Stopped(nn.Module):
+    """Modes that change right before an op that is kept whole, as one is that communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).to_global(sbp=S(1)) if x.is_global else self.a(x)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            best = y.topk(3, 1).values
+            gate = self.b(best).sigmoid()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype is torch.float32):
+            z = y.softmax(1).topk(3, 1).values
+            return (self.b(z) * gate).float() if x.dtype is torch.float32 else self.b(z) * gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_modes_around_an_op_that_is_kept_whole(dtype: torch.dtype) -> None:
+    within = 1e-9 if dtype is torch.float64 else 3e-2
+
+    def body() -> None:
+        line = flow.placement("cpu", [0, 1])
+        plain, model = Stopped().to(dtype), Stopped().to(dtype)
+        with torch.no_grad():
+            for i, (p, q) in enumerate(zip(plain.parameters(), model.parameters(), strict=True)):
+                q.copy_(p.copy_(values(*p.shape, seed=i)))
+        model.to_global(line, B)
+        graph, optimizer = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(2):
+            x = values(4, 4, seed=step).to(dtype)
+            optimizer.zero_grad()
+            want = trained(plain, x)
+            optimizer.step()
+            same(graph(x.to_global(line, B)), want, within=within)  # type: ignore[attr-defined]
+        for name, p in plain.named_parameters():
+            same(model.get_parameter(name), p, name, within)
+        assert [n.args[0][1] for n in graph.program().graph.nodes if getattr(n.target, "__name__", "") == "autocast"] == [True, False][: 2 * (within > 1e-3)]
+
+    simulate(2, body, timeout=20.0)
+
+
 class LayerDrop(nn.Module):
     """As models of speech have it: a layer is dropped with some probability, often none."""
 

@@ -238,12 +238,13 @@ class Local(Differentiated):
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
         args, kwargs = self.standing(tuple(args)), self.standing(kwargs)  # first: ``x.to(dtype)`` may be x, known by another node afterwards
-        mark, known = next(iter(reversed(self.graph.nodes)), None), dict(self.known)
+        mark, known, modes = next(iter(reversed(self.graph.nodes)), None), dict(self.known), (self._grad, self._cast)
         try:
             with self:
                 return function(*args, **kwargs)
         except (Untraceable, *_torch.data_dependence()):
             self._forget(mark)
+            self._grad, self._cast = modes
             self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
         with _torch.real_among_fake(self.fake):  # those that a rule has made beforehand: places, weights
             return self.record(function, args, kwargs, Step(function), True)
