@@ -529,6 +529,7 @@ ASKING: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "allclose": lambda m, x: x if torch.allclose(x, x) else x * 2,
     "tensor of tensors": lambda m, x: x * torch.tensor([m.bias[0], m.bias[1], 1.0, 2.0]),
     "constant from outside": lambda m, x: x * K.item(),
+    "format": lambda m, x: x * len(f"{x.sum():.3f}"),
     "nonzero": lambda m, x: x.nonzero(),
     "mask": lambda m, x: x[x > 0],
     "unique": lambda m, x: x.unique(),
@@ -819,6 +820,39 @@ def parts_on_ranks(n: int) -> None:
 @pytest.mark.parametrize("n", [1, 4, 5])
 def test_what_a_rank_does_with_its_part_is_its_own(n: int) -> None:
     simulate(3, parts_on_ranks, n, timeout=20.0)
+
+
+PICKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda x: x[:, torch.tensor([True, False, True, True])],
+    "off the diagonal": lambda x: (x @ x.T)[~torch.eye(4, dtype=torch.bool)],
+    "masked_select": lambda x: x.masked_select(torch.ones(4, 4).triu(1).bool()).view(2, 3),
+    "a row for all": lambda x: torch.masked_select(x, torch.arange(4) > 1),
+}
+
+
+@pytest.mark.parametrize("what", PICKED)
+@pytest.mark.parametrize("spread", [False, True])
+def test_masks_that_follow_from_the_code_pick_places(what: str, spread: bool) -> None:
+    plain = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        plain.weight.copy_(values(4, 4)), plain.bias.copy_(values(4))
+
+    def body() -> None:
+        line = flow.placement("cpu", [0, 1])
+        model, alone, x = copy.deepcopy(plain), copy.deepcopy(plain), values(4, 4, seed=1)
+        build = lambda m, x: trained(lambda x: PICKED[what](m(x)), x)  # type: ignore[arg-type] # noqa: E731
+        if spread:
+            model.to_global(line, B)  # type: ignore[operator]
+        graph = graph_of(model, build, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            want = build(alone, x)
+            optimizer.step()
+            same(graph(x.to_global(line, B).to_global(sbp=S(0)) if spread else x), want)  # type: ignore[attr-defined]
+        same(model.weight, alone.weight)
+
+    simulate(2 if spread else 1, body, timeout=20.0)
 
 
 PREPARED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -158,15 +158,16 @@ class Local(Differentiated):
         given = tensors_in(kwargs, tensors_in(args, []))
         before = [0 if t.is_inference() else t._version for t in given]
         met = self.world.met
+        reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
         try:
-            if func in _READING or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
+            if reading or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
                 raise _torch.data_dependence()[0](func)
             out = func(*args, **kwargs)
         except _torch.data_dependence() as error:
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
-                unseeing = None if func in _READING else UNSEEING.get(func) or body_of(func)
+                unseeing = None if reading else UNSEEING.get(func) or body_of(func)
                 if unseeing is not None:
                     with self:
                         return unseeing(*args, **kwargs)
