@@ -11,6 +11,7 @@ from . import draws as _draws  # (handlers)
 from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
+from . import associative as _associative
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
@@ -37,6 +38,7 @@ from .creation import *  # noqa: F403
 _functions.install()
 _optimizers.install()
 _borrowed.install()
+_associative.install()
 
 __version__ = "0.1.0"
 

@@ -53,6 +53,16 @@ def fake_tensors() -> Any:
     return fake_tensor.FakeTensorMode()
 
 
+@contextlib.contextmanager
+def real_among_fake(fake: Any) -> Any:
+    """Inside, tensors with memory may meet those of ``fake``, the mode that is on: code that reaches for parameters of its own computes shapes with them."""
+    before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        fake.allow_non_fake_inputs = before
+
+
 _preparing = threading.Lock()
 
 
@@ -420,3 +430,22 @@ def refresh_weights(module: torch.nn.Module) -> None:
     references are made anew, as the layer does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
+
+
+#: What batch norms of 1, 2 and 3 dims and their lazy kinds have in common; it has no public name.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+
+def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
+    """Raises ValueError where an input has not the dims that a batch norm is for, as its forward does first."""
+    norm._check_input_dim(x)
+
+
+def wrap_associative_scan(around: Any) -> None:
+    """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a prototype that has no public name yet (torch 2.9): models
+    import it where they call it."""
+    import importlib
+
+    home = importlib.import_module("torch._higher_order_ops.associative_scan")
+    home.associative_scan = functools.partial(around, home.associative_scan)  # type: ignore[attr-defined]
+    torch._higher_order_ops.associative_scan = home.associative_scan  # type: ignore[assignment]

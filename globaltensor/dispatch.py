@@ -340,7 +340,8 @@ def _freeze(
     rank = world().rank
     if not done.outside:
         if op.local is not None:
-            done.function = op.local(Split(rank, choice.ins, choice.outs, choice.factors, op))
+            with _torch.real_tensors() if _torch.recording.on else contextlib.nullcontext():  # what it makes beforehand is for the program, too
+                done.function = op.local(Split(rank, choice.ins, choice.outs, choice.factors, op))
         if op.random:
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}

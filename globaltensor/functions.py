@@ -157,6 +157,13 @@ def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return function.apply(*args, **kwargs)
 
 
+def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function.apply``, whoever looks on."""
+    if any(isinstance(a, GlobalTensor) for a in (*args, *kwargs.values())):
+        return _applied(function, args) if not kwargs else _applied(function, _positions(function, args, kwargs))
+    return apply_plainly(_ORIGINAL, function, args, kwargs)
+
+
 class OnParts:
     """``function.apply`` on arguments some of which are global, as a function of their local parts: what a program keeps. Forward, backward and what they save
     between them are of each run."""
@@ -182,12 +189,13 @@ class OnParts:
 
 
 _EMPTY = torch.empty(0)
+# Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
+_ORIGINAL = getattr(torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"])
 
 
 def install() -> None:
     """Let ``apply`` of every torch.autograd.Function take global tensors."""
-    # Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
-    original = getattr(torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"])
+    original = _ORIGINAL
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -79,6 +79,8 @@ class Sharding:
 
     def number(self, leaf: GlobalTensor) -> int:
         """A number for each parameter that is gathered, by its first use: the same on every rank."""
+        if _torch.recording.on:
+            return -id(leaf)  # in a graph's capture, whose uses count nowhere else
         found: int | None = leaf.__dict__.get("_gathered_number")
         if found is None:
             self.last += 1

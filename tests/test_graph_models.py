@@ -76,12 +76,95 @@ class Variational(nn.Module):
         return (torch.distributions.kl_divergence(found, prior).sum(-1) - bits.log_prob((x > 0).to(x.dtype)).sum(-1)).mean()  # type: ignore[no-any-return,no-untyped-call]
 
 
+class Transcribing(nn.Module):
+    """Sequences of several lengths, aligned with their texts (Graves et al. 2006): the kernel reads the lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spoken, written = 5 + (x[:, 0, 0] > 0).long(), 1 + (x[:, 0, 1] > 0).long()
+        texts = 1 + (x[:, :2, 2] > 0).long()
+        return F.ctc_loss(self.letters(x).log_softmax(-1).transpose(0, 1), texts, spoken, written)
+
+
+class Vocoder(nn.Module):
+    """A filter between a transform of sound and its inverse, which looks whether the windows overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        window = torch.hann_window(8, dtype=x.dtype)
+        heard = torch.stft(x, 8, 2, window=window, return_complex=True)
+        gain = self.gain(heard.abs().transpose(1, 2)).transpose(1, 2).sigmoid()
+        return (torch.istft(heard * gain, 8, 2, window=window, length=x.shape[1]) - x.abs()).square().mean()
+
+
+class StateSpace(nn.Module):
+    """A recurrence whose steps are found together where a compiler looks on (Gu & Dao 2023), by torch's scan; step by step elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.into = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        pair = (self.decay(x).sigmoid(), self.into(x))
+        if torch.compiler.is_compiling():
+            return associative_scan(_after, pair, 1, combine_mode="generic")[1].square().mean()  # type: ignore[no-any-return]
+        states = [pair[1][:, 0]]
+        for t in range(1, x.shape[1]):
+            states.append(pair[0][:, t] * states[-1] + pair[1][:, t])
+        return torch.stack(states, 1).square().mean()
+
+
+def _after(left: Any, right: Any) -> Any:
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
+class Uncached(torch.autograd.Function):
+    """A layer that is run again on the way back (Gomez et al. 2017), whose parameters no argument names: they get their gradients in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(*grads)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    """And gradients that are read before the step: theirs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Uncached.apply(self.first(x).tanh(), self.inner)).square().mean()  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]  # whose result is a loss
     shape: tuple[int, ...] = (4, 3)
+    clip: float | None = None  # the norm of the gradients at most
 
 
-CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational)}
+PLANS = {"columns": lambda path, t: S(t.dim() - 1) if t.dim() else B}
+CASES = {"contrastive": Case(Contrastive), "derivatives": Case(Residual), "adversarial": Case(Adversarial), "variational": Case(Variational),
+         "transcribing": Case(Transcribing, (4, 6, 3)), "vocoder": Case(Vocoder, (4, 24)),
+         "state space": Case(StateSpace, (4, 5, 3)), "reversible": Case(Reversible, clip=0.05)}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:
@@ -98,9 +181,15 @@ def steps(model: nn.Module, batches: list[Tensor], step: Callable[[Tensor], Tens
     return [torch.tensor(losses, dtype=torch.float64), *(torch.tensor(p.tolist(), dtype=torch.float64) for p in model.parameters())]
 
 
+def clipped(name: str, model: nn.Module) -> None:
+    most = CASES[name].clip
+    if most is not None:
+        assert nn.utils.clip_grad_norm_(model.parameters(), most) is not None
+
+
 def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
     line = flow.placement("cpu", [0, 1])
-    model = flow.parallelize(made(name), line, plan)
+    model = flow.parallelize(made(name), line, PLANS.get(plan, plan))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     class Training(flow.nn.Graph):
@@ -112,6 +201,7 @@ def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
         def build(self, x: Tensor) -> Tensor:
             loss: Tensor = self.model(x)
             loss.backward()
+            clipped(name, self.model)
             return loss
 
     batches = [values(*CASES[name].shape, seed=20 + i).to_global(line, B).to_global(sbp=sbp) for i in range(2)]  # type: ignore[attr-defined]
@@ -119,7 +209,7 @@ def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("plan", ["data", "tensor"])
+@pytest.mark.parametrize("plan", ["data", "tensor", "columns"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_device(name: str, plan: str) -> None:
     plain = made(name)
@@ -129,6 +219,7 @@ def test_as_on_one_device(name: str, plan: str) -> None:
         optimizer.zero_grad()
         loss: Tensor = plain(x)
         loss.backward()
+        clipped(name, plain)
         optimizer.step()
         return loss
 

@@ -37,7 +37,13 @@ def model_of(norm: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(6), lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True)])
+NORMS = {
+    "batch": lambda: nn.BatchNorm1d(6), "averaging": lambda: nn.BatchNorm1d(6, momentum=None),
+    "instance": lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_statistics_are_kept(norm: Any) -> None:
     plain = model_of(norm())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

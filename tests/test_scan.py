@@ -233,3 +233,39 @@ def test_one_place_in_the_order_moves_counts_only(function: Any) -> None:
 def test_many_lanes_are_dealt_out_and_few_elements_gathered() -> None:
     assert {found[0] for found in simulate(4, sort_traffic, 64, partial(torch.sort, dim=0), 4096)} == {"S(1)"}
     assert {tuple(found[1]) for found in simulate(4, sort_traffic, 64, partial(torch.sort, dim=0), 0)} == {("all_gather",)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- with an operation of the user's
+
+
+def _after(left: Any, right: Any) -> Any:
+    return {"a": left["a"] * right["a"], "b": right["a"] * left["b"] + right["b"]}
+
+
+def _one_by_one(a: torch.Tensor, b: torch.Tensor, dim: int, reverse: bool) -> list[torch.Tensor]:
+    places = list(zip(a.unbind(dim), b.unbind(dim), strict=True))
+    done: list[Any] = []
+    for x, y in reversed(places) if reverse else places:
+        done.append(_after(done[-1], {"a": x, "b": y}) if done else {"a": x, "b": y})
+    return [torch.stack([d[k] for d in (reversed(done) if reverse else done)], dim) for k in "ab"]
+
+
+@pytest.mark.parametrize("mode", ["generic", "pointwise"])
+@pytest.mark.parametrize(("dim", "reverse"), [(0, False), (1, True), (-1, False)])
+def test_associative_scan(mode: str, dim: int, reverse: bool) -> None:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def scan(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        if not isinstance(a, flow.GlobalTensor):
+            return _one_by_one(a, b, dim, reverse)
+        found: Any = associative_scan(_after, {"a": a, "b": b}, dim, reverse=reverse, combine_mode=mode)
+        return [found["a"], found["b"]]
+
+    compare(scan, x(5, 3, 2), x(5, 3, 2).sin(), draws=3)
+
+
+def test_associative_scan_of_plain_tensors_is_torchs_own() -> None:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    given = x(5, 3)
+    torch.testing.assert_close(associative_scan(torch.add, given, 0, combine_mode="generic"), given.cumsum(0))

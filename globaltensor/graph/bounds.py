@@ -1,6 +1,7 @@
 """What holds of a drawn number before it is drawn: one of `torch.rand` lies in [0, 1), so ``torch.rand([]) < 0.0`` is no choice that depends on data.
 
-Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019)."""
+Models drop whole layers so, with a probability that mostly is 0 (LayerDrop, Fan et al. 2019; adapters). ``torch.rand(1) > 0.0`` is the same question: that it
+is false where just 0 is drawn, once in 2**24 or rarer, is how it is written and not what it asks, so it counts as true."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-__all__ = ["decided"]
+__all__ = ["decided", "drawn"]
 
 _BELOW: Final = frozenset({"lt", "le"})
 _MIRRORED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
@@ -30,9 +31,28 @@ def decided(node: fx.Node | None) -> bool | None:
     below = name in _BELOW
     if b >= 1:
         return below
-    if b < 0 or (b == 0 and name in ("lt", "ge")):
+    if b < 0 or (b == 0 and (name in ("lt", "ge") or _fine(a))):
         return not below
     return None
+
+
+def drawn(node: fx.Node | None) -> bool:
+    """Whether a value follows from random numbers alone."""
+    todo, seen, found = [node], set(), False
+    while todo:
+        one = todo.pop()
+        if one is None or one.op == "placeholder":
+            return False
+        if one not in seen:
+            seen.add(one)
+            found = found or bool(one.meta.get("random"))
+            todo += one.all_input_nodes
+    return found
+
+
+def _fine(node: fx.Node) -> bool:
+    """Whether 0 itself is hardly ever drawn: numbers in half precision have few values."""
+    return node.meta["val"].dtype in (torch.float32, torch.float64)
 
 
 def _uniform(node: Any) -> bool:

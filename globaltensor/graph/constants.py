@@ -12,7 +12,7 @@ from .. import _torch
 from ..plans import tensors_in
 from .steps import Step
 
-__all__ = ["NotConstant", "evaluated"]
+__all__ = ["NotConstant", "evaluated", "nodes_in"]
 
 
 class NotConstant(Exception):
@@ -21,7 +21,7 @@ class NotConstant(Exception):
 
 def evaluated(graph: fx.Graph, constants: dict[str, Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func`` on the values of the nodes that stand among its arguments, run with memory, now. Raises NotConstant where they are not constant."""
-    wanted = [n for n in _nodes([args, kwargs]) if isinstance(n, fx.Node)]
+    wanted = [n for n in nodes_in([args, kwargs]) if isinstance(n, fx.Node)]
     needed = _needed(graph, wanted)
     with _torch.real_tensors(), torch.no_grad():
         values: dict[fx.Node, Any] = {}
@@ -31,7 +31,8 @@ def evaluated(graph: fx.Graph, constants: dict[str, Any], func: Callable[..., An
         return func(*fx.map_arg(args, values.__getitem__), **fx.map_arg(kwargs, values.__getitem__))
 
 
-def _nodes(value: Any) -> list[Any]:
+def nodes_in(value: Any) -> list[Any]:
+    """The nodes in a nest of arguments."""
     found: list[Any] = []
     fx.map_arg(value, lambda n: found.append(n))
     return found
@@ -68,5 +69,5 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _written(node: fx.Node) -> set[int]:
     """The memories that a node writes into."""
-    given = [t for n in _nodes([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])]
+    given = [t for n in nodes_in([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])]
     return {_torch.storage_key(given[i]) for i in node.meta["writes"] if i < len(given)}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
-from .. import gradients
+from .. import _torch, functions, gradients
+from ..plans import tensors_in
 from ..rules.quotient import settle
 from ..wrapper import GlobalTensor
 from .errors import GraphError
@@ -16,7 +19,41 @@ from .reach import leaves, reached
 from .recorder import Recorder, line
 from .steps import Step, backward
 
-__all__ = ["Differentiated"]
+__all__ = ["Differentiated", "Reached"]
+
+
+class Reached(TorchFunctionMode):
+    """Looks on while a custom Function runs, for leaves that it uses without having been given them: its backward may fill their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tensors_in(kwargs or {}, tensors_in(args, [])):
+            local = t._local if isinstance(t, GlobalTensor) else t
+            if local.is_leaf and local.requires_grad and not _torch.is_fake(local):
+                self.leaves[id(t)] = t
+        if func is functions.applied:
+            with self:
+                return functions.run(*args)
+        return func(*args, **(kwargs or {}))
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` while this looks on. Where it seeds the generator, as it will in each step, that counts for nothing now."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            generator = torch.default_generator
+            with _torch.real_tensors():
+                state, seed = generator.get_state(), generator.initial_seed()
+            with self:
+                out = function(*args, **kwargs)
+            if generator.initial_seed() != seed:
+                with _torch.real_tensors():
+                    generator.set_state(state)
+            return out
+
+        return run
 
 
 class Differentiated(Recorder):
@@ -27,6 +64,7 @@ class Differentiated(Recorder):
         self.rank = rank
         self._spent: set[int] = set()  # losses that backward() has been called of
         self._grads: dict[int, Any] = {}  # of a local part's stand-in: the gradient, as a global tensor; () where nobody has read it
+        self._apart: dict[int, torch.Tensor] = {}  # parameters that custom Functions reach for: no graph leads to them, but gradients may
         self.read = False  # whether gradients are read in build()
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.derived: dict[Any, Any] = {
@@ -51,6 +89,13 @@ class Differentiated(Recorder):
     @abstractmethod
     def made(self, shape: Any, dtype: torch.dtype, device: torch.device, from_: list[torch.Tensor]) -> torch.Tensor: ...
 
+    def reaches(self, leaves: Mapping[int, torch.Tensor]) -> None:
+        """A custom Function that has run uses these, which it was not given."""
+        for t in leaves.values():
+            local = t._local if isinstance(t, GlobalTensor) else t
+            self.of(local)
+            self._apart[id(local)] = local
+
     def _backward(self, locals_: Any, seeds: Any, retain_graph: Any, create_graph: Any, into: Any) -> None:
         if create_graph or into is not None:
             raise GraphError("inside build(), backward() takes neither create_graph=True nor inputs=: gradients go to the parameters, for the optimizers")
@@ -61,7 +106,7 @@ class Differentiated(Recorder):
             raise GraphError(f"build() calls backward() twice from one loss: say retain_graph=True the first time, or add the losses\n  {line()}")
         self._spent.update(map(id, locals_))
         self.node(backward, (self.arg(list(locals_)), self.arg(list(seeds)), self.scale), {"retain_graph": bool(retain_graph)}, None, effect=True)
-        for leaf in leaves([self.standing(t) for t in locals_]):
+        for leaf in [*leaves([self.standing(t) for t in locals_]), *map(self.standing, self._apart.values())]:
             if leaf.grad is None:
                 with self.fake:
                     leaf.grad = torch.empty_like(leaf, requires_grad=False)

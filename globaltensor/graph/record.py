@@ -14,20 +14,21 @@ import torch
 from torch import fx
 
 from .. import _torch, draws, functions, sharded, visible
-from ..bodies import recalled
+from ..bodies import body_of, recalled
 from ..boxing import box
 from ..dispatch import call
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..placement import Placement
 from ..plans import name_of, replaced, tensors_in
+from ..rules import UNSEEING
 from ..rules.quotient import settle
 from ..spec import Spec, layout_on
 from ..wrapper import GlobalTensor
 from .blocks import stage_of_tensor
-from .bounds import decided
-from .constants import NotConstant, evaluated
-from .differentiated import Differentiated
+from .bounds import decided, drawn
+from .constants import NotConstant, evaluated, nodes_in
+from .differentiated import Differentiated, Reached
 from .dry import DryWorld, Untraceable
 from .errors import GraphError
 from .recorder import Made, Recorder, casting, line, specs_of, spelled
@@ -42,6 +43,12 @@ _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson
 #: Functions that hand out values, and those that make a tensor from values.
 _READING: Final = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.to_dlpack})
 _MAKING: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
+
+
+_BY_CHANCE: Final = (
+    "build() chooses by a random number what it does, but a static graph does the same at each step:\n  {}\n"
+    "set the probability to 0 (layerdrop, module_dropout), let a mask choose (x + (torch.rand([]) >= p) * (layer(x) - x)), or run this model without a graph"
+)
 
 
 class Local(Differentiated):
@@ -151,14 +158,21 @@ class Local(Differentiated):
         given = tensors_in(kwargs, tensors_in(args, []))
         before = [0 if t.is_inference() else t._version for t in given]
         met = self.world.met
+        reading = func in _READING or (func is torch.Tensor.__format__ and args[1])
         try:
-            if func in _READING or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
+            if reading or (func in _MAKING and args and isinstance(args[0], (tuple, list)) and tensors_in(args[0], [])):
                 raise _torch.data_dependence()[0](func)
             out = func(*args, **kwargs)
         except _torch.data_dependence() as error:
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
+                unseeing = None if reading else UNSEEING.get(func) or body_of(func)
+                if unseeing is not None:
+                    with self:
+                        return unseeing(*args, **kwargs)
+                if any(map(drawn, nodes_in([self.arg(args), self.arg(kwargs)]))):
+                    raise GraphError(_BY_CHANCE.format(line())) from None
                 raise error from None
         if _torch.transforming():
             raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
@@ -224,15 +238,17 @@ class Local(Differentiated):
 
     def _apply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a rule runs on the locals: looked into, unless it communicates or asks for values."""
-        mark, known = next(iter(reversed(self.graph.nodes)), None), dict(self.known)
-        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)
+        args, kwargs = self.standing(tuple(args)), self.standing(kwargs)  # first: ``x.to(dtype)`` may be x, known by another node afterwards
+        mark, known, modes = next(iter(reversed(self.graph.nodes)), None), dict(self.known), (self._grad, self._cast)
         try:
             with self:
                 return function(*args, **kwargs)
         except (Untraceable, *_torch.data_dependence()):
             self._forget(mark)
+            self._grad, self._cast = modes
             self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
-        return self.record(function, args, kwargs, Step(function), True)
+        with _torch.real_among_fake(self.fake):  # those that a rule has made beforehand: places, weights
+            return self.record(function, args, kwargs, Step(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -258,12 +274,18 @@ class Local(Differentiated):
 
     def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in(kwargs, tensors_in(args, []))
+        reached = Reached()
         if not any(isinstance(t, GlobalTensor) for t in given):
-            return self.record(function.apply, args, kwargs, Step(function.apply, function.__name__))
+            with _torch.real_among_fake(self.fake):
+                out = self.record(reached.around(function.apply), args, kwargs, Step(function.apply, function.__name__))
+            self.reaches(reached.leaves)
+            return out
         with self:
             locals_ = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in given]
         step = functions.OnParts(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
-        parts, written = self.record(step, locals_, {}, Step(step, function.__name__), True)
+        with _torch.real_among_fake(self.fake):
+            parts, written = self.record(reached.around(step), locals_, {}, Step(step, function.__name__), True)
+        self.reaches(reached.leaves)
         for i, part in zip(step.written, written, strict=True):
             given[i]._local = part
         wrapped = [given[o] if isinstance(o, int) else part if o is None else GlobalTensor.wrap(part, o) for o, part in zip(step.outs, parts, strict=True)]

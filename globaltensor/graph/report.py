@@ -19,32 +19,53 @@ log = logging.getLogger(__name__)
 
 
 def lines(graph: fx.Graph) -> list[str]:
-    """One line an op: what it is called with, and what comes out where. The same text on every rank, or the ranks run different graphs."""
-    return [_line(node) for node in graph.nodes]
+    """One line an op: what it is called with, and what comes out where. The same text on every rank, or the ranks run different graphs. How much a rank holds
+    of a tensor (`to_local`), and what it computes of that alone, is its own affair."""
+    own = _of_a_rank(graph)
+    return [_line(node, node in own) for node in graph.nodes]
 
 
-def _line(node: fx.Node) -> str:
+def _of_a_rank(graph: fx.Graph) -> set[fx.Node]:
+    """Plain tensors that follow from the part of a rank, and those made for them alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_plain(node) and (node.target == "to_local" or any(a in found for a in node.all_input_nodes)):
+            found.add(node)
+    for node in reversed(graph.nodes):
+        if _is_plain(node) and node.op != "placeholder" and node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    outs = tensors_in(node.meta.get("val"), [])
+    return bool(outs) and not any(isinstance(t, GlobalTensor) for t in outs)
+
+
+def _line(node: fx.Node, own: bool = False) -> str:
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", repr(node.target))
-    given = ", ".join([_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()])
-    outs = " ".join(_kind(t) for t in tensors_in(node.meta.get("val"), []))
+    given = ", ".join([_text(a, own) for a in node.args] + [f"{k}={_text(v, own)}" for k, v in node.kwargs.items()])
+    outs = " ".join(_kind(t, own) for t in tensors_in(node.meta.get("val"), []))
     return f"{node.name} = {target}({given})" + (f"  # {outs}" if outs else "")
 
 
-def _text(a: Any) -> str:
+def _text(a: Any, own: bool) -> str:
     if isinstance(a, fx.Node):
         return a.name
     if isinstance(a, (tuple, list)):
-        return f"[{', '.join(map(_text, a))}]"
+        return f"[{', '.join(_text(v, own) for v in a)}]"
     if isinstance(a, dict):
-        return f"{{{', '.join(f'{k}: {_text(v)}' for k, v in a.items())}}}"
+        return f"{{{', '.join(f'{k}: {_text(v, own)}' for k, v in a.items())}}}"
+    if own and (isinstance(a, (int, float, slice)) and not isinstance(a, bool)):
+        return "of this rank"
     text = repr(a)
     return text if " at 0x" not in text else type(a).__name__
 
 
-def _kind(t: torch.Tensor) -> str:
+def _kind(t: torch.Tensor, own: bool = False) -> str:
     if isinstance(t, GlobalTensor):
         return f"{t._spec!r} @ {t._spec.placement!r}"
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+    return f"{str(t.dtype).removeprefix('torch.')}{['of this rank'] * t.dim() if own else list(t.shape)}"
 
 
 def describe(graph: Any) -> str:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..placement import Placement
 from ..wrapper import GlobalTensor
+from .averages import averaged
 from .blocks import Block
 from .errors import GraphError
 from .kept import kept
@@ -46,7 +47,7 @@ def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block],
         for name, module in modules.items():
             for path, part in module.named_modules():
                 watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
-        with kept(modules):
+        with averaged(modules), kept(modules):
             yield
     finally:
         watcher.leave()

@@ -21,7 +21,7 @@ from ..wrapper import GlobalTensor
 from .cut import cut, stays_split, takes
 from .gather import extended, filled, first_share, only, picked, picks
 from .notation import Arg, Op, Split, align
-from .registry import RULES, Rule, rule
+from .registry import RULES, UNSEEING, Rule, rule
 from .views import own
 
 __all__ = ["Part", "parts_of"]
@@ -105,6 +105,21 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
             found.append(i)
         d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
     return x, tuple(found)
+
+
+def _at_places(x: Any, index: Any) -> Any:
+    """``x[index]``, of masks by way of the places where they are true: where a mask follows from the code alone these do too."""
+    x, found = _plainer(x, index)
+    return x[found]
+
+
+def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return _at_places(input.expand(shape), mask.expand(shape))  # one by one: the mask follows from itself alone
+
+
+UNSEEING[torch.Tensor.__getitem__] = _at_places
+UNSEEING[torch.masked_select] = UNSEEING[torch.Tensor.masked_select] = _selected
 
 
 def _as_tensor(item: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .. import _torch
 from ..bodies import body_of
 from .notation import Arg, Dims, Op, Split, align
 from .parts import dims_of, reduced, unless_empty
-from .registry import rule
+from .registry import UNSEEING, rule
 
 __all__: list[str] = []
 
@@ -34,8 +34,9 @@ def inverse_stft(input: Tensor, n_fft: int, hop: int, length: int, window: Tenso
     """``torch.istft`` with a result of known length, for a batch."""
     if has_torch_function((input, window)):
         return handle_torch_function(inverse_stft, (input, window), input, n_fft, hop, length, window, more, size)
-    if input.is_meta:  # torch looks whether the windows overlap, which meta tensors cannot tell
-        return input.new_empty(input.shape[0], size, dtype=input.dtype if more[-1] else input.dtype.to_real())
+    if input.is_meta or _torch.is_fake(input):  # torch looks whether the windows overlap, which these cannot tell
+        whole = input.sum((1, 2)).unsqueeze(1).repeat(1, size)
+        return whole if more[-1] else whole.real
     return torch.istft(input, n_fft, hop, length, window, *more[:-2], size, more[-1])  # type: ignore[no-any-return]
 
 
@@ -64,6 +65,8 @@ def _istft_of_batch(
     return out if input.ndim == 3 else out.squeeze(0)
 
 
+UNSEEING[torch.istft] = _istft_of_batch
+
 # ---------------------------------------------------------------------------------------------------------------- connectionist temporal classification
 
 
@@ -72,8 +75,8 @@ def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_le
     operands = (log_probs, targets, *(a for a in (input_lengths, target_lengths) if isinstance(a, Tensor)))
     if has_torch_function(operands):
         return handle_torch_function(ctc_losses, operands, log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    if log_probs.is_meta:  # torch reads the lengths, which meta tensors do not have
-        return log_probs.new_empty(log_probs.shape[1:-1])
+    if log_probs.is_meta or _torch.is_fake(log_probs):  # torch reads the lengths, which these do not have
+        return log_probs.sum((0, -1))
     return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
 
 
@@ -116,6 +119,8 @@ def _reduced_ctc(
     lengths = target_lengths if isinstance(target_lengths, Tensor) else torch.tensor(target_lengths)
     return (losses / lengths.clamp(min=1).to(losses.dtype).reshape(losses.shape)).mean()
 
+
+UNSEEING[torch.ctc_loss] = _reduced_ctc
 
 # ---------------------------------------------------------------------------------------------------------------- sampling at places
 

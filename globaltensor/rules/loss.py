@@ -19,7 +19,7 @@ from .extremum import extremum, settled
 from .notation import Arg, Dims, Op, Split, align
 from .parts import register, split_in, unless_empty
 from .quotient import Count, Quotient
-from .registry import composite, rule
+from .registry import UNSEEING, composite, rule
 
 __all__ = ["pick", "weight_of_kept"]
 
@@ -131,6 +131,9 @@ def _gaussian_of_program(input: Tensor, target: Tensor, var: Any, full: bool = F
 def _gaussian(op: Op, *args: Any, **kwargs: Any) -> None:
     """By torch's own body; it looks at the variances first, which in a program each rank does with its part once there are values."""
     op.composite = _gaussian_of_program if function_mode_on() else body_of(F.gaussian_nll_loss)
+
+
+UNSEEING[F.gaussian_nll_loss] = _gaussian_of_program
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .notation import Arg, Op, align, parse
 
-__all__ = ["RULES", "Rule", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
+__all__ = ["RULES", "UNSEEING", "Rule", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
 SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
@@ -37,6 +37,9 @@ class Rule:
 
 #: torch function object -> its rule
 RULES: dict[Any, Rule] = {}
+
+#: Functions that look at values before they compute -> the same without a look, of plain tensors too: a graph that is being captured has no values.
+UNSEEING: dict[Any, Callable[..., Any]] = {}
 
 
 def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
