@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import math
 import os
+import pickle
 import sys
 import sysconfig
 import time
@@ -169,6 +170,22 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
         os.replace(path.with_suffix(".part"), path)
 
 
+def restore(path: Path, model: nn.Module) -> dict[str, Any]:
+    """Load what `save` wrote, the parameters into the model."""
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu")
+        saved, parameters = {name: saved[name] for name in ("step", "optimizer")}, saved["model"]
+    except OSError as error:
+        sys.exit(f"--resume: {path} cannot be read: {error.strerror or error}")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        sys.exit(f"--resume: {path} is no checkpoint of this program, or not all of one ({type(error).__name__})")
+    try:
+        model.load_state_dict(parameters)
+    except RuntimeError as error:
+        sys.exit(f"--resume: {path} is of another model, see --layers, --width and --context: {' '.join(str(error).split())[:200]} ...")
+    return saved
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device) -> None:
     """Load whole values; what belongs to a global parameter is laid out as the parameter is."""
     optimizer.load_state_dict(state)
@@ -224,12 +241,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--log-every", type=int, default=25, help="steps between two reports of the loss")
     add("--no-progress", action="store_true", help="no progress bar, even on a terminal")
     options = parser.parse_args(arguments)
-    if small := [f"--{name}" for name in ("layers", "width", "heads", "context", "batch", "steps") if getattr(options, name) < 1]:
+    counts = ("layers", "width", "heads", "context", "batch", "steps", "tensor_size", "log_every")
+    if small := [f"--{name.replace('_', '-')}" for name in counts if getattr(options, name) < 1]:
         parser.error(f"{', '.join(small)} must be at least 1")
     if options.micro_batches < 1 or options.batch % options.micro_batches or (options.micro_batches > 1 and not options.graph):
         parser.error(f"--micro-batches {options.micro_batches} needs --graph, and must divide --batch {options.batch}")
     if (options.picture or options.plan or options.cluster) and options.parallel != "auto":
         parser.error("--picture, --plan and --cluster go with --parallel auto")
+    if options.temperature < 0 or options.sample < 0:
+        parser.error("--temperature and --sample must be at least 0")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint, the file to go on from")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -249,6 +269,8 @@ def place(model: nn.Module, options: argparse.Namespace, device: torch.device) -
     if options.parallel == "single":
         return lambda tensor, whole=False: tensor.to(device)
     if options.parallel == "pipeline":  # one stage a process
+        if options.layers < flow.env.get_world_size():
+            sys.exit(f"--parallel pipeline: {flow.env.get_world_size()} processes need a layer each, but --layers is {options.layers}")
         stages = [flow.placement(options.device, [rank]) for rank in range(flow.env.get_world_size())]
         flow.pipeline.cut(model, stages)
         return lambda tensor, whole=False: tensor.to(device).to_global(flow.placement.all(options.device), B, check_meta=False).to_global(stages[0], B)
@@ -353,8 +375,7 @@ def run(options: argparse.Namespace) -> list[float]:
         size, processes = sum(p.numel() for p in model.parameters()), 1 if options.parallel == "single" else flow.env.get_world_size()
         print(f"{size:,} parameters, {len(text):,} bytes of text, {options.parallel} on {processes} process(es)", flush=True)
 
-    saved = torch.load(options.checkpoint, map_location="cpu") if options.resume else {"step": 0, "model": model.state_dict()}
-    model.load_state_dict(saved["model"])
+    saved = restore(options.checkpoint, model) if options.resume else {"step": 0}
     feed = place(model, options, device)
     group = {"params": model.parameters(), "clip_grad_max_norm": CLIP}
     optimizer = torch.optim.AdamW([group], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

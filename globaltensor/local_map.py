@@ -69,6 +69,8 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
     one = isinstance(value, (list, tuple)) and len(value) == placement.axes and all(isinstance(v, Sbp) for v in value) and (placement.axes > 1 or count == 1)
     if isinstance(value, Sbp) or one:
         return [as_layout(value, placement.axes, what)] * count
+    if not isinstance(value, (list, tuple)):
+        raise SbpError(f"local_map: {what} is an sbp, or a list with one for each of {count} tensors; got {value!r}")
     if len(value) != count:
         raise SbpError(f"local_map: {what} has {len(value)} entries for {count} tensors")
     return [None if v is None else as_layout(v, placement.axes, what) for v in value]

@@ -72,6 +72,8 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     (globaltensor.sbp.split(dim=0),)
     """
     check_placement(placement)
+    if not isinstance(model, nn.Module):
+        raise SbpError(f"parallelize takes a torch.nn.Module, not a {type(model).__name__}: a tensor becomes global by x.to_global(placement, sbp)")
     if plan == "auto":
         return SEARCHED[str](_dispatched(model), placement, inputs)
     if type(plan) in SEARCHED and not isinstance(plan, str):

@@ -38,7 +38,7 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
     >>> [part.__dict__["_stage"].stage_id for part in model]
     [0, 0, 1]
     """
-    placements = list(placements)
+    placements = () if isinstance(placements, Placement) else list(placements)
     if not placements or not all(isinstance(p, Placement) for p in placements):
         raise GlobalTensorError("pipeline.cut: placements is a list of globaltensor.placement, one for each stage")
     order = [path for path, _ in model.named_modules() if path]

@@ -71,7 +71,7 @@ class Spec:
     @classmethod
     def make(cls, shape: Sequence[int], dtype: torch.dtype, placement: Placement, sbp: Sbp | Sequence[Sbp]) -> Spec:
         """Raises SbpError where the sbp does not fit the placement's axes or the shape's dims."""
-        layout = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp)
+        layout = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (list, tuple)) else as_layout(sbp, placement.axes)
         key = (tuple(shape), dtype, placement, layout)
         found = cls._interned.get(key)
         if found is not None:

@@ -13,6 +13,7 @@ import torch
 from support.mpi import environment, needs_mpi
 from support.program import run
 
+import globaltensor as flow
 from globaltensor.distributed.backends import VARIABLE, choose, lacking, names, prepare
 from globaltensor.distributed.detect import Detected, detect
 from globaltensor.errors import WorldError
@@ -65,6 +66,16 @@ def test_the_variable_says_which_and_what_is_asked_for_wins(monkeypatch: pytest.
     monkeypatch.setenv(VARIABLE, "MPI")
     assert choose() == "mpi"
     assert choose("gloo", place(MPIRUN)) == "gloo"
+
+
+def test_an_unknown_backend_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorldError, match=r"there is no backend 'glue': auto chooses, or name one of .*gloo.*mpi"):
+        choose("cpu:gloo,cuda:glue")
+    with pytest.raises(WorldError, match="'glue'"):
+        flow.run(pow, 2, 3, backend="glue")
+    monkeypatch.setenv(VARIABLE, "glue")
+    with pytest.raises(WorldError, match=f"'glue' .the environment variable {VARIABLE} says so"):
+        choose()
 
 
 def test_names() -> None:

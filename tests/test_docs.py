@@ -10,22 +10,27 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```(?:text)?\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path) -> Iterator[tuple[int, str]]:
-    """(number of lines before it, code) of each python block."""
+def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
+    """(number of lines before it, code, the block right below it: what it prints) of each python block."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
-        yield text[: match.start(1)].count("\n"), match[1]
+        yield text[: match.start(1)].count("\n"), match[1], match[2]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=lambda page: page.name)
-def test_the_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_run_and_print_what_they_are_said_to(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
-    for before, code in blocks(page):
+    for before, code, printed in blocks(page):
+        capsys.readouterr()
         exec(compile("\n" * before + code, str(page), "exec"), names)
+        if printed is not None:
+            assert capsys.readouterr().out.replace(f"{page.parent}/", "").strip() == printed.strip(), f"{page.name}, below line {before}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -444,6 +444,32 @@ def to_one_device() -> None:
     ones().to("cuda:5")
 
 
+@row(errors.SbpError, "sbp must be split(dim), broadcast or partial_sum, or a list of them; got 0")
+def number_for_an_sbp() -> None:
+    flow.ones(4, placement=PAIR, sbp=0)  # type: ignore[arg-type]
+
+
+@row(errors.SbpError, "out_sbp is an sbp, or a list with one for each of 1 tensors", "got 0")
+def number_for_the_sbp_of_a_result() -> None:
+    flow.local_map(lambda t: t, out_sbp=0)(ones())
+
+
+@row(errors.GlobalTensorError, "placements is a list of globaltensor.placement, one for each stage")
+def one_placement_for_all_stages() -> None:
+    flow.pipeline.cut(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), PAIR)  # type: ignore[arg-type]
+
+
+@row(errors.SbpError, "parallelize takes a torch.nn.Module, not a Tensor", "x.to_global(placement, sbp)")
+def a_tensor_by_the_name_of_a_plan() -> None:
+    flow.parallelize(torch.ones(2), PAIR, "data")  # type: ignore[arg-type]
+
+
+@row(errors.ClusterError, "use_cluster takes a Cluster, not 'dgx-h100'", "Cluster.preset")
+def a_name_for_a_cluster() -> None:
+    with flow.use_cluster("dgx-h100"):  # type: ignore[arg-type]
+        pass
+
+
 @row(RuntimeError, "x.detach().numpy()")
 def numpy_of_a_tensor_with_gradient() -> None:
     ones(requires_grad=True).numpy()

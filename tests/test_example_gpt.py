@@ -149,11 +149,44 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert losses[-1] < 3.2
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--resume"], "--resume needs --checkpoint"), (["--width", "30"], "must be a multiple of --heads")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--width", "30"], "must be a multiple of --heads"),
+        (["--log-every", "0", "--tensor-size", "0"], "--tensor-size, --log-every must be at least 1"),
+        (["--temperature", "-1"], "--temperature and --sample must be at least 0"),
+    ],
+)
 def test_options_that_make_no_sense(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example().main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    def resumed(path: Path, *options: str) -> None:
+        example().main([*SMALL, *options, "--parallel", "single", "--steps", "1", "--checkpoint", str(path), "--resume"])
+
+    nothing, garbage, other, cut = (tmp_path / name for name in ("nothing", "garbage", "other", "cut"))
+    with pytest.raises(SystemExit, match="nothing cannot be read: No such file"):
+        resumed(nothing)
+    garbage.write_text("garbage")
+    torch.save({"step": 1}, other)
+    cut.write_bytes(other.read_bytes()[:300])
+    for path in (garbage, other, cut):
+        with pytest.raises(SystemExit, match=f"{path.name} is no checkpoint of this program"):
+            resumed(path)
+    torch.save({"step": 1, "optimizer": {}, "model": {}}, other)
+    with pytest.raises(SystemExit, match=r"other is of another model, see --layers, --width and --context: .*Missing key"):
+        resumed(other)
+
+
+def test_stages_that_lack_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = example()
+    monkeypatch.setattr(program.flow.env, "get_world_size", lambda: 3)
+    with pytest.raises(SystemExit, match="3 processes need a layer each, but --layers is 2"):
+        program.main([*SMALL, "--parallel", "pipeline"])
 
 
 def test_a_grid_that_does_not_fit() -> None:

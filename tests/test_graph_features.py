@@ -625,3 +625,38 @@ def test_settings_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert optimizer.param_groups[0]["fused"] is (None if fused else False)
         assert torch.backends.cudnn.benchmark is not fused
     torch.backends.cudnn.benchmark = before
+
+
+def sgd_of(model: nn.Module) -> optim.SGD:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda g: setattr(g.config, "enable_amp", True), r"config.enable_amp cannot be set: call config.enable_amp\(...\)"),
+        (lambda g: setattr(g.config, "enable_aMP", True), "config.enable_aMP cannot be set: there are .*enable_amp, .*set_schedule"),
+        (lambda g: g.config.follow("plan.json"), r"follow takes a plan, of flow.auto.plan.* got 'plan.json'"),
+        (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=0.5), "lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got 0.5"),
+        (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=lr.StepLR(sgd_of(g.model), 1)), "lr_sch, a StepLR, was made for another optimizer"),
+        (lambda g: g.set_grad_scaler(128.0), r"flow.amp.GradScaler\(...\), StaticGradScaler\(scale\) or None, got 128.0"),
+        (lambda g: flow.nn.Graph.trace(5), "a function or a module .* got 5"),  # type: ignore[arg-type]
+        (lambda g: flow.nn.Graph.with_dynamic_input_shape(size=0), "size is a number of shapes, at least 1, got 0"),
+    ],
+    ids=["method set", "no such setting", "no plan", "no scheduler", "another's scheduler", "no scaler", "no function", "no size"],
+)
+def test_settings_that_would_be_lost_are_told(wrong: Callable[[Training], object], says: str) -> None:
+    with pytest.raises(GraphError, match=says):
+        wrong(Training(model_of()))
+
+
+def test_a_scale_that_would_lose_the_loss_is_refused() -> None:
+    with pytest.raises(flow.errors.GlobalTensorError, match="a number above 0, got 0"):
+        flow.amp.StaticGradScaler(0)
+
+
+def test_a_misspelt_setting_of_a_module_is_told() -> None:
+    graph = Training(model_of())
+    graph.model.to(flow.nn.graph.GraphModule).activation_checkpointing = True
+    with pytest.raises(AttributeError, match="activation_checkpoint"):
+        graph.model.to(flow.nn.graph.GraphModule).activation_checkpoint = True

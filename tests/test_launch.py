@@ -151,6 +151,8 @@ def test_a_reserved_port_is_nobody_elses() -> None:
     ("arguments", "says"),
     [
         (["not_there.py"], "not_there.py does not exist"),
+        (["--redirect_stdout_and_stderr", "--logdir", "/dev/null/log", __file__], "--logdir /dev/null/log: no files can be written there (Not a directory)"),
+        (["-r", "3", "--log_dir", "/dev/null/log", __file__], "--log_dir /dev/null/log: no files can be written there (Not a directory)"),
         (["--nnodes", "2", "--node_rank", "2", "--master_port", "1234", __file__], "--node_rank 2 is out of range: with --nnodes 2 it must be from 0 to 1"),
         (["--nnodes", "2", __file__], "needs --master_port"),
         (["--nproc_per_node", "0", __file__], "at least 1 process"),

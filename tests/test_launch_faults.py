@@ -74,6 +74,27 @@ def test_ranks_with_other_shapes(backend: str, folder: Path, capfd: pytest.Captu
     assert nobody_left(folder)
 
 
+@pytest.mark.parametrize("late", [0.0, 0.6], ids=["at once", "ends later"])
+def test_the_rank_that_failed_is_told_before_those_who_noticed(late: float, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Who waits for a rank that has raised ends too, and may be gone before it."""
+    body = f"""
+import atexit
+here()
+if rank == 1:
+    atexit.register(lambda: ((folder / "noticed").touch(), time.sleep({late})))
+    raise ValueError("the sky fell")
+wait_for("noticed", 1)
+raise RuntimeError("Read error [127.0.0.1]:31649: Connection reset by peer")
+"""
+    assert run(folder, body) == 1
+    said = capfd.readouterr().err
+    told = said[said.index("globaltensor.launch: rank") :]
+    assert "rank 1 (local rank 1" in told.splitlines()[0]
+    assert "| ValueError: the sky fell" in told
+    assert "| RuntimeError" not in told
+    assert nobody_left(folder)
+
+
 @needs_mpi
 @pytest.mark.parametrize(
     ("does", "code", "says"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+
+from ..errors import GlobalTensorError
 
 __all__ = ["GradScaler", "StaticGradScaler"]
 
@@ -39,6 +42,8 @@ class StaticGradScaler(GradScaler):
     """
 
     def __init__(self, scale_factor: float, device: str | None = None) -> None:
+        if not 0 < scale_factor < math.inf:
+            raise GlobalTensorError(f"StaticGradScaler: the scale is a number above 0, got {scale_factor}")
         super().__init__(device, init_scale=float(scale_factor))
 
     def update(self, new_scale: Any = None) -> None:

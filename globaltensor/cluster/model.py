@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 
+from ..errors import ClusterError
 from .formulas import BETWEEN, LOCAL, WITHIN, Group, group_of
 from .frozen import Frozen
 from .measured import Curve, Curves
@@ -279,7 +280,9 @@ def current_cluster() -> Cluster:
 
 @contextmanager
 def use_cluster(cluster: Cluster) -> Iterator[Cluster]:
-    """Plan for ``cluster`` in this block. All ranks must name the same one."""
+    """Plan for ``cluster`` in this block. All ranks must name the same one. Raises ClusterError where it is none."""
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(f"use_cluster takes a Cluster, not {cluster!r}: Cluster.preset(name), or Cluster.load(file)")
     token = _cluster.set(cluster)
     try:
         yield cluster

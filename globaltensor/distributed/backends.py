@@ -30,11 +30,17 @@ def choose(requested: str | None = None, place: Detected | None = None) -> str:
     ``requested``: a name, taken as it is, or ``"auto"``; None: what the environment variable GLOBALTENSOR_BACKEND says, else ``"auto"``. Auto is NCCL
     where there are CUDA devices, MPI in ranks that an MPI launcher started (``place``, see detect) if mpi4py is installed, else Gloo.
 
+    Raises WorldError where nobody has made a backend of such a name known to torch.
+
     >>> choose("gloo")
     'gloo'
     """
     wanted = (requested or os.environ.get(VARIABLE) or _AUTO).lower()
     if wanted != _AUTO:
+        known = {"mpi", *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
+        if unknown := sorted(names(wanted) - known):
+            source = "" if requested else f" (the environment variable {VARIABLE} says so)"
+            raise WorldError(f"there is no backend {', '.join(map(repr, unknown))}{source}: auto chooses, or name one of {', '.join(sorted(known))}")
         return wanted
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"

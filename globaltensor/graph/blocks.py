@@ -20,7 +20,9 @@ __all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "stage_of_tensor"]
 
 
 class Block:
-    """Settings of one module in one graph."""
+    """Settings of one module in one graph. There are no others: what is misspelt is an error."""
+
+    __slots__ = ("activation_checkpointing", "placement", "stage_id")
 
     def __init__(self) -> None:
         self.stage_id: int | None = None
@@ -46,9 +48,13 @@ class Block:
 class GraphModule(Block):
     """What ``module.to(nn.graph.GraphModule)`` gives, inside a graph."""
 
+    __slots__ = ()
+
 
 class GraphTensor(Block):
     """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside build(), of a global tensor."""
+
+    __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()

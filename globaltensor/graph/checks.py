@@ -27,6 +27,16 @@ def check_optimizer(optimizer: Any, schedules: Any) -> None:
     for schedule in schedules if isinstance(schedules, (list, tuple)) else [schedules]:
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise GraphError("add_optimizer: ReduceLROnPlateau wants a metric: step it yourself, between the calls of the graph")
+        if schedule is not None and not callable(getattr(schedule, "step", None)):
+            raise GraphError(f"add_optimizer: lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got {schedule!r}")
+        if getattr(schedule, "optimizer", optimizer) is not optimizer:
+            raise GraphError(f"add_optimizer: lr_sch, a {type(schedule).__name__}, was made for another optimizer: make it for the one that it is given with")
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raises GraphError for what is no scaler of losses."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise GraphError(f"set_grad_scaler: flow.amp.GradScaler(...), StaticGradScaler(scale) or None, got {scaler!r}")
 
 
 def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = ["Config"]
 
 #: How much of what can be saved of the fastest plan's memory a mode saves; None: what it takes to fit.
 MEMORY = {"Disable": 0.0, "SlightMemoryDown": 0.25, "ModerateMemoryDown": 0.5, "HeavyMemoryDown": 1.0, "AdaptiveMemory": None}
+CALLS = ("enable_", "set_", "allow_", "follow")  # how the names of settings begin
 STRAIGHTEN = ("Disable", "SpeedFirst", "MemoryFirst", "OverlapCpuGpu", "DelayShortGpu")
 
 
@@ -54,6 +56,9 @@ class Config:
         self.version = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "version" in self.__dict__ and name not in self.__dict__:
+            mend = f"call config.{name}(...)" if hasattr(type(self), name) else f"there are {', '.join(n for n in dir(self) if n.startswith(CALLS))}"
+            raise GraphError(f"graph.config.{name} cannot be set: {mend}")
         object.__setattr__(self, name, value)
         if name != "version" and "version" in self.__dict__:
             object.__setattr__(self, "version", self.version + 1)
@@ -107,7 +112,9 @@ class Config:
     def follow(self, plan: Any) -> None:
         """Take what a plan of ``flow.auto.plan`` has chosen beside the layouts (those `flow.parallelize(model, placement, plan)` takes): the number of
         micro-batches, the schedule of its stages, and ZeRO: the highest stage that it gives a parameter, for all that are at least as large as the smallest it
-        gives one to."""
+        gives one to. Raises GraphError for what is no plan."""
+        if not isinstance(getattr(plan, "choices", None), Mapping):
+            raise GraphError(f"config.follow takes a plan, of flow.auto.plan(...) or flow.auto.load_plan(file), got {plan!r}")
         chosen = plan.choices
         self.set_gradient_accumulation_steps(chosen.get("micro_batches", 1))
         if chosen.get("schedule"):

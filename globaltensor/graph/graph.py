@@ -26,7 +26,7 @@ from . import passes, report, state
 from .agree import Text, agree, agreed, seed_of, settings
 from .blocks import Proxy
 from .capture import Captured, Result, capture
-from .checks import apply_settings, attributes, check_captured, check_optimizer, modules_of
+from .checks import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of
 from .clip import clip
 from .config import Config
 from .dry import DryWorld
@@ -175,7 +175,9 @@ class Graph:
         self.config.training = True
 
     def set_grad_scaler(self, grad_scaler: Any = None) -> None:
-        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``), and skip the step where a gradient is no number."""
+        """Multiply the loss by the scale of ``flow.amp.GradScaler(...)`` (or ``StaticGradScaler``), and skip the step where a gradient is no number.
+        Raises GraphError for what is no scaler."""
+        check_scaler(grad_scaler)
         self.__dict__["_scaler"] = grad_scaler
 
     def debug(
@@ -221,6 +223,8 @@ class Graph:
         >>> doubled(torch.ones(3))
         tensor([2., 2., 2.])
         """
+        if not callable(func):
+            raise GraphError(f"Graph.trace: a function or a module that takes and gives tensors, got {func!r}")
         graph = cls()
         for i, module in enumerate(modules_of(func)):
             graph._modules[f"module_{i}"] = module
@@ -230,6 +234,8 @@ class Graph:
     @classmethod
     def with_dynamic_input_shape(cls, *, size: int = 10, enable_shared: bool = True) -> Callable[[type[Graph]], type[Graph]]:
         """Class decorator: keep the programs of the last ``size`` shapes of the inputs (every graph takes any shape; parameters are always shared)."""
+        if not isinstance(size, int) or size < 1:
+            raise GraphError(f"with_dynamic_input_shape: size is a number of shapes, at least 1, got {size!r}")
 
         def decorated(graph_class: type[Graph]) -> type[Graph]:
             original = graph_class.__init__

@@ -118,8 +118,8 @@ class NodeAgent(SimpleElasticAgent):
         self._signals.check()
         team, watch = self._team, self._watch
         assert team is not None
-        if failed := team.failed:
-            return self._failed(failed)
+        if team.failed:
+            return self._failed(team.failed_by(lambda: self._signals.received or (watch is not None and watch.news)))
         if watch is not None and watch.news:
             self.code = watch.code
             if watch.final and isinstance(worker_group.spec.rdzv_handler, FixedNodes):

@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ...errors import WorldError
+from ...outputs import check_writable
 from ..interface import is_here, own_address
 from .agent import Signals
 from .nodes import CONNECT_SECONDS, FixedNodes, Interruptible
@@ -33,7 +34,14 @@ class Output:
     shown: frozenset[int] | None = None
 
     def specs(self) -> LogsSpecs:
-        """The same as torch says it."""
+        """The same as torch says it. Raises WorldError where the folder cannot be made or written into."""
+        for option, folder in (("--logdir", self.folder), ("--log_dir", self.log_dir)):
+            if folder is not None:
+                try:
+                    os.makedirs(folder, exist_ok=True)
+                    check_writable(os.path.join(folder, f".{os.getpid()}"))
+                except OSError as error:
+                    raise WorldError(f"{option} {folder}: no files can be written there ({error.strerror or error}): name another folder") from error
         shown = None if self.shown is None else set(self.shown)
         if self.folder is None and (self.log_dir or self.redirects or self.tee):
             return DefaultLogsSpecs(self.log_dir, self.redirects, self.tee, shown)

@@ -22,7 +22,14 @@ __all__ = ["Keeper", "Process", "Rank", "Team", "start_here", "stdin", "tethered
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
 _TAIL_LINES: Final = 12
+_LAST_LINES: Final = 4  # of a traceback: the message
+_CAUSE_SECONDS: Final = 2.0  # for the rank to end whose failure others have noticed already: an interpreter takes a while to
 _RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before the lines of a traceback
+#: What ranks say that end since another has ended: of those that failed at once, the other is the one to name.
+_ECHO: Final = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own error says why\)|remote process exited|socket closed",
+    re.IGNORECASE,
+)
 _HEADS: Final = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
 _TETHER: Final = Path(__file__).with_name("tether.py")
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -81,6 +88,11 @@ class Rank:
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
         return lines[heads[-1] :] if heads else lines[-_TAIL_LINES // 2 :]
+
+    @property
+    def echoes(self) -> bool:
+        """Did it, by its last words, end only because another rank had ended?"""
+        return (self.code or 0) > 0 and bool(_ECHO.search(" ".join(self.last_words()[-_LAST_LINES:])))
 
     def epitaph(self) -> str:
         """Which rank it was and how it ended, in one line."""
@@ -149,7 +161,18 @@ class Team:
     @property
     def failed(self) -> list[Rank]:
         """Those that ended badly of their own; of ranks found dead at the same moment, one ended by a signal did not die of the others' death."""
-        return sorted((rank for rank in self.ranks if rank.failed), key=lambda rank: ((rank.code or 0) > 0, rank.rank))
+        failed = [rank for rank in self.ranks if rank.failed]
+        if len(failed) > 1:
+            self._pump.settle()  # their last words
+        return sorted(failed, key=lambda rank: ((rank.code or 0) > 0, rank.echoes, rank.rank))
+
+    def failed_by(self, hurry: Callable[[], object]) -> list[Rank]:
+        """``failed``, with the cause among them: who noticed that a rank had gone may be found dead before it, which is waited for, or for ``hurry``."""
+        until = time.monotonic() + _CAUSE_SECONDS
+        self._pump.settle()
+        while (failed := self.failed)[0].echoes and self.alive and time.monotonic() < until and not hurry():
+            time.sleep(_TICK_SECONDS)
+        return failed
 
     def end(self, number: int = signal.SIGTERM, grace: float = 10.0, hurry: Callable[[], bool] = lambda: False) -> None:
         """End all ranks and whatever they have started: by this signal, and those that live ``grace`` seconds later, or at ``hurry``, by SIGKILL."""
