@@ -17,6 +17,7 @@ from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from .checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster
+from .convert import to_global, to_local
 from .dispatch import rule
 from .distributed import env
 from .distributed.spawn import run, spawn
@@ -30,7 +31,7 @@ from .rules.grouped import grouped_linear
 from .show import show
 from .spec import Spec
 from .spellings import global_to_global, local_to_global, tensordot, transpose
-from .tensor import GlobalTensor, to_global, to_local
+from .tensor import GlobalTensor
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
 from .creation import *  # noqa: F403

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .convert import to_global
 from .creation import as_tensor, check_whole, empty, tensor
 from .dispatch import HANDLERS
 from .plans import promote
@@ -16,7 +17,6 @@ from .rules.notation import Op
 from .rules.registry import RULES
 from .sbp import broadcast
 from .spec import Spec
-from .tensor import to_global
 from .wrapper import GlobalTensor
 
 __all__ = [

@@ -1,10 +1,13 @@
-"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take part."""
+"""From local tensors to one spec: what the ranks hold, whether it fits together, and who may take part; nests of tensors, made global and local."""
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -15,7 +18,7 @@ from .sbp import Sbp
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "gather_specs", "global_id"]
+__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "gather_specs", "global_id", "to_global", "to_local"]
 
 
 @lru_cache(maxsize=64)
@@ -108,3 +111,27 @@ class _Ids(threading.local):
 
 
 _ids = _Ids()
+
+
+def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
+    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``."""
+    return _nested(x, lambda path, t: t.to_global(placement, sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp, **options))
+
+
+def to_local(x: Any, **options: Any) -> Any:
+    """``flow.to_local``: a tensor, or a nest with tensors in it."""
+    return _nested(x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t)
+
+
+def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
+    if isinstance(x, torch.Tensor):
+        return change(path, x)
+    if isinstance(x, (dict, UserDict)):
+        out = copy.copy(x)  # not made anew of its items: its class may want other arguments (a defaultdict), or count them (a Counter)
+        for k, v in x.items():
+            out[k] = _nested(v, change, f"{path}.{k}".lstrip("."))
+        return out
+    if isinstance(x, (tuple, list)):
+        parts = [_nested(v, change, f"{path}.{i}".lstrip(".")) for i, v in enumerate(x)]
+        return type(x)(*parts) if isinstance(getattr(x, "_fields", None), tuple) else type(x)(parts)
+    return x

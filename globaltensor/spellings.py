@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .convert import to_global
 from .errors import SbpError
 from .placement import Placement
-from .tensor import GlobalTensor, to_global
+from .wrapper import GlobalTensor
 
 __all__ = ["global_to_global", "local_to_global", "tensordot", "transpose"]
 

@@ -27,7 +27,7 @@ from .strides import carry_note, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor
 
-__all__ = ["GlobalTensor", "full", "install", "to_global", "to_local"]
+__all__ = ["GlobalTensor", "full", "install"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- between local and global
@@ -111,27 +111,6 @@ def global_to_global(
     out = GlobalTensor.wrap(local, dst)
     out._pinned = sbp is not None
     return out
-
-
-def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
-    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``."""
-    return _nested(x, lambda path, t: t.to_global(placement, sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp, **options))
-
-
-def to_local(x: Any, **options: Any) -> Any:
-    """``flow.to_local``: a tensor, or a nest with tensors in it."""
-    return _nested(x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t)
-
-
-def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
-    if isinstance(x, torch.Tensor):
-        return change(path, x)
-    if isinstance(x, dict):
-        return type(x)((k, _nested(v, change, f"{path}.{k}".lstrip("."))) for k, v in x.items())
-    if isinstance(x, (tuple, list)):
-        parts = [_nested(v, change, f"{path}.{i}".lstrip(".")) for i, v in enumerate(x)]
-        return type(x)(*parts) if isinstance(getattr(x, "_fields", None), tuple) else type(x)(parts)
-    return x
 
 
 class _ToLocal(torch.autograd.Function):

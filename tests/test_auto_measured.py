@@ -131,6 +131,11 @@ def test_what_matters_most_is_measured_within_the_time() -> None:
     assert [len(batch) for batch in _batches(large)] == [2] * (len(found) // 2) + [1] * (len(found) % 2)
 
 
+def test_no_time_to_measure_is_told() -> None:
+    with pytest.raises(flow.auto.PlanError, match="seconds is a positive number, got 0"):
+        flow.auto.calibrate(Linears(), torch.randn(4, 8), Cluster(size=2), (2,), seconds=0)
+
+
 def calibrated() -> tuple[dict[str, tuple[float, float]], float, float]:
     model, x = Linears(), torch.randn(4, 8)
     cluster = flow.auto.calibrate(model, x, Cluster(size=2), (2,), seconds=2.0)

@@ -91,7 +91,7 @@ def test_micro_batches_follow_inputs_by_name() -> None:
         ({"mesh": 4}, "mesh is a placement or a shape"),
         ({"mesh": (-1, -2)}, "mesh is a placement or a shape"),
         ({"mesh": ()}, "mesh is a placement or a shape"),
-        ({"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)}, "a mesh of 8 has 8 devices, the cluster 2"),
+        ({"mesh": Placement("cpu", list(range(8))), "cluster": Cluster(size=2)}, r"a mesh of 8 has 8 devices, the cluster 2: cluster.with_size\(8\)"),
         ({"states": -1}, "states is a number of at least 0, got -1"),
         ({"states": math.nan}, "states is a number of at least 0"),
         ({"seconds": -1}, "seconds is a number of at least 0"),

@@ -165,6 +165,11 @@ def test_a_state_of_other_batches_is_refused() -> None:
         GlobalDataLoader(range(4), 3, placement=flow.placement("cpu", [0])).load_state_dict(state)  # type: ignore[arg-type]
 
 
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(GlobalTensorError, match=r"no state of a loader: it has no epoch, batches, .*seed \(but step\)"):
+        GlobalDataLoader(range(4), 2, placement=flow.placement("cpu", [0])).load_state_dict({"step": 3})  # type: ignore[arg-type]
+
+
 def test_reading_leaves_torchs_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
     assert len(list(GlobalDataLoader(range(8), 2, placement=flow.placement("cpu", [0]), shuffle=True))) == 4  # type: ignore[arg-type]

@@ -194,6 +194,14 @@ def mistakes() -> None:
         DistributedDataParallel(unlike)
 
 
+def test_what_goes_by_torchs_reducer_is_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
+    with pytest.raises(GlobalTensorError, match=r"DistributedDataParallel.join is for modules of local parameters: .* drop_last"), model.join():
+        pass
+    with pytest.raises(GlobalTensorError, match=r"register_comm_hook is for modules of local parameters: .* flow.reduce_dtype"):
+        model.register_comm_hook(None, lambda state, bucket: bucket)
+
+
 def test_one_replica_and_mistakes() -> None:
     run_on(4, one_replica)
     run_on(4, mistakes)

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import pickle
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -610,6 +610,21 @@ def test_nested() -> None:
     assert back["a"][1][0].tolist() == [0.0] * 3
     assert json.dumps(back["a"][0].tolist()) == "[1.0, 1.0]"
     assert flow.to_local(there["b"]).x.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("change", [flow.to_global, flow.utils.global_view.to_global], ids=["flow", "global_view"])
+def test_dicts_of_other_classes(change: Any) -> None:
+    """What a tokenizer gives is a UserDict; a model's output, a defaultdict and a Counter are not made of pairs."""
+    place, x = flow.placement("cpu", [0]), torch.ones(2)
+    given = [OrderedDict(x=x), defaultdict(list, x=x), UserDict(x=x), Counter(words=3)]
+    *changed, counted = (change([nest], place, B, **({} if change is flow.to_global else {"warn_on_non_tensor_leaf": False}))[0] for nest in given)
+    for before, after in zip(given, changed, strict=False):
+        assert type(after) is type(before)
+        assert after["x"].is_global
+        assert before["x"] is x
+        assert flow.to_local(after)["x"].tolist() == [1.0, 1.0]
+    assert changed[1]["other"] == []
+    assert counted == Counter(words=3)
 
 
 # ---------------------------------------------------------------------------------------------------------------- with the rest of torch

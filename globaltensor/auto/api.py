@@ -174,7 +174,7 @@ def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placeme
             raise PlanError(f"mesh is a placement or a shape of numbers of devices, as (8,) or (2, 4), got {mesh!r}")
     size = math.prod(shape)
     if cluster.size and size > cluster.size:
-        raise PlanError(f"a mesh of {'x'.join(map(str, shape))} has {size} devices, the cluster {cluster.size}")
+        raise PlanError(f"a mesh of {'x'.join(map(str, shape))} has {size} devices, the cluster {cluster.size}: cluster.with_size({size}) has as many")
     return mesh if isinstance(mesh, Placement) else Placement("cpu", np.arange(size).reshape(shape))  # only its shape counts
 
 

@@ -18,6 +18,7 @@ from .api import calls_of, cluster_of, mesh_of
 from .calls import Call, Calls, Value
 from .candidates import Candidates, Menu
 from .measured import Shape, local_call, op_key, parts
+from .planned import PlanError
 from .prices import Prices
 from .whole import COPIES, within_steps
 
@@ -61,8 +62,11 @@ def calibrate(
     optimizers (28 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
     Inputs on the meta device are drawn, numbers of classes are 0 then.
 
-    Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values.
+    Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values,
+    PlanError where they make no sense.
     """
+    if not seconds > 0:
+        raise PlanError(f"seconds is a positive number, got {seconds!r}")
     found = cluster_of(cluster)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     calls, where = calls_of(model_or_graph, args, kwargs), mesh_of(mesh, found)

@@ -97,7 +97,8 @@ def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
         shape = "x".join(map(str, plan.mesh)) or "1"
         told = f"{count} times a mesh of {shape}" if count > 1 else f"a mesh of {shape}"
         mend = "plan for as many, by mesh=... or cluster.with_size(n)"
-        raise PlanError(f"the plan is for {count * size} ranks ({told}), {placement!r} has {placement.size}: {mend}")
+        ranks = f"{count * size} rank{'s' if count * size > 1 else ''}"
+        raise PlanError(f"the plan is for {ranks} ({told}), {placement!r} has {placement.size}: {mend}")
     if count == 1 and placement.shape == plan.mesh:
         return [placement]
     ranks = placement.ranks.reshape(-1)

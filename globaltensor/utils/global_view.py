@@ -14,8 +14,8 @@ from ..convert import check_placement
 from ..creation import GLOBALLY
 from ..distributed.world import world
 from ..errors import SbpError
+from ..graph.nest import replaced, tensors_in
 from ..placement import Placement
-from ..plans import replaced, tensors_in
 from ..sbp import Sbp, as_layout
 from ..wrapper import GlobalTensor
 

@@ -72,6 +72,14 @@ class GlobalReplicas(Transparent, nn.Module):
         with reducer.no_sync():
             yield
 
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: raises GlobalTensorError."""
+        raise _only_locally("join", "give all replicas the same number of batches (a sampler with drop_last, or one that pads)")
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Refused: raises GlobalTensorError."""
+        raise _only_locally("register_comm_hook", "flow.reduce_dtype(module, dtype) says in which dtype gradients are summed")
+
     def _buffers_here(self) -> list[torch.Tensor]:
         return [b._local if isinstance(b, GlobalTensor) else b for b in self.module.buffers()]
 
@@ -86,6 +94,11 @@ class GlobalReplicas(Transparent, nn.Module):
             flat = comm.broadcast(torch.cat([t.reshape(-1) for t in these]), 0)
             for t, part in zip(these, flat.split([t.numel() for t in these]), strict=True):
                 t.copy_(part.view(t.shape))
+
+
+def _only_locally(name: str, mend: str) -> GlobalTensorError:
+    why = "gradients of global parameters go through the buckets of global tensors, not torch's reducer"
+    return GlobalTensorError(f"DistributedDataParallel.{name} is for modules of local parameters: {why}; {mend}")
 
 
 def _replicas(mine: dict[str, Placement], group: dist.ProcessGroup | None) -> dict[str, list[tuple[int, ...]]]:

@@ -103,6 +103,9 @@ class GlobalDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises GlobalTensorError where it was taken of batches other than this loader's."""
         mine = self.state_dict()
+        if missing := [name for name in mine if name not in state]:
+            has = ", ".join(map(str, state)) or "nothing"
+            raise GlobalTensorError(f"GlobalDataLoader: this is no state of a loader: it has no {', '.join(missing)} (but {has})")
         other = [f"{name} {state[name]} (here {mine[name]})" for name in mine if name not in ("epoch", "batches") and state[name] != mine[name]]
         if other:
             raise GlobalTensorError(f"GlobalDataLoader: this state belongs to a loader with {', '.join(other)}, whose batches are others")
