@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
-    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show"),
+    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show"),
     ("arrays", "checkpoint", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),
