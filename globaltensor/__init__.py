@@ -22,6 +22,7 @@ from .dispatch import rule
 from .distributed import env
 from .distributed.spawn import run, spawn
 from .local_map import local_map
+from .pace import guard
 from .parallelize import parallelize
 from .placement import Placement, placement
 from .reducer import counts_ride, no_sync, reduce_dtype

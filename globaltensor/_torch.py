@@ -167,6 +167,12 @@ softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softm
 softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
 
 
+def default_store() -> Any:
+    """The store by which the ranks have met. Public names give groups only."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._get_default_store()
+
+
 def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta) -> torch.distributed.ProcessGroup:
     """A process group made by its members alone, under a name they agree on.
 
@@ -174,7 +180,7 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
     with different histories wait for each other for ever (seen with torch 2.13).
     """
     c10d: Any = torch.distributed.distributed_c10d
-    store = c10d._get_default_store()
+    store = default_store()
     group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), store, name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
@@ -320,15 +326,21 @@ def register_mpi(create: Any) -> None:
 
 class _Recording(threading.local):
     on = False
+    looks = False
 
 
-#: Whether this thread captures a graph (graph/capture.py says so).
+#: Whether this thread captures a graph (graph/capture.py says so); whether any mode of ours looks on, as pace.py's does too.
 recording = _Recording()
 
 
 def function_mode_on() -> bool:
     """Whether a recorder's torch-function mode looks on, by what `torch.overrides` asks in C before it calls a mode. Users' modes see what they always saw."""
     return recording.on and torch._C._is_torch_function_mode_enabled()
+
+
+def looked_at() -> bool:
+    """The same of any mode of ours."""
+    return recording.looks and torch._C._is_torch_function_mode_enabled()
 
 
 def without_function_modes() -> Any:

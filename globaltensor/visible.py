@@ -31,7 +31,7 @@ def visible(function: Function, name: str = "", alone: Callable[..., Any] | None
 
     @functools.wraps(function)
     def seen(*args: Any, **kwargs: Any) -> Any:
-        if _torch.function_mode_on():
+        if _torch.looked_at():
             return shown(seen, *args, **kwargs)
         return function(*args, **kwargs)
 

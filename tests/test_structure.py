@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
-    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "show", "associative"),
+    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
     ("arrays", "checkpoint", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),

@@ -177,6 +177,8 @@ class Comm(ABC):
         """Every rank's (picklable) value, in the order of ``ranks``."""
         if self.size == 1:
             return [value]
+        if self.world.pace is not None:
+            self.world.pace.meet(self, "all_gather_object")
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         numels = [int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)]
         return [pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)]
@@ -184,10 +186,14 @@ class Comm(ABC):
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         if self.size > 1:
+            if self.world.pace is not None:
+                self.world.pace.meet(self, "barrier")
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
     def _note(self, kind: str, nbytes: int) -> None:
-        trace = self.world.trace
+        trace, pace = self.world.trace, self.world.pace
+        if pace is not None:
+            pace.meet(self, kind)
         if trace is not None:
             trace.append(Traffic(kind, self.ranks, nbytes))
 

@@ -105,11 +105,11 @@ def capture(
 def _as(dry: Any, real: Any) -> Iterator[None]:
     """In this thread the world is ``dry``."""
     set_world(dry)
-    _torch.recording.on = True
+    before, _torch.recording.on, _torch.recording.looks = _torch.recording.looks, True, True
     try:
         yield
     finally:
-        _torch.recording.on = False
+        _torch.recording.on, _torch.recording.looks = False, before
         set_world(None)
         if world() is not real:
             set_world(real)

@@ -1,0 +1,218 @@
+"""Global tensors need every rank to run the same ops in the same order. ``guard`` compares what the ranks do, and says where they went apart.
+
+Before each collective of global tensors its ranks tell each other what they have run so far and what the collective is for: by messages of one size, in a
+group of its own, so that ranks that do different things neither hang nor read each other's data as something else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import json
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from . import _torch
+from .distributed.comm import Comm
+from .distributed.world import ProcessWorld, World, timeout, world
+from .errors import WorldError
+from .placement import Placement
+from .plans import name_of, tensors_in
+from .sbp import Sbp
+from .wrapper import GlobalTensor
+
+__all__ = ["guard"]
+
+_BYTES: Final = 4096  # of a message
+_KEPT: Final = 12  # ops that a message tells of
+_TEXT: Final = 100  # characters of each
+_OURS: Final = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})  # they move nothing, or their collectives say it
+_serial = itertools.count()
+
+
+class _Did(NamedTuple):
+    """An op, and the line of the program that called it."""
+
+    placement: Placement
+    op: str
+    line: str
+
+
+class _Pace(TorchFunctionMode):
+    """What this rank has run under the guard."""
+
+    def __init__(self, here: World, name: str) -> None:
+        super().__init__()
+        self._world, self._name = here, name
+        self._done: collections.deque[_Did] = collections.deque(maxlen=_KEPT)
+        self._digests: dict[Placement, tuple[int, bytes]] = {}
+        self._now = ""
+        self._busy = False
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        given = [t for t in tensors_in((args, kwargs), []) if isinstance(t, GlobalTensor)]
+        if not given or getattr(func, "__name__", "") in _UNSEEN:
+            return func(*args, **kwargs)
+        what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"
+        self._now, before = _cut(what), self._now
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._now = before
+        if tensors_in(out, []):
+            placement = given[0].placement
+            count, digest = self._digests.get(placement, (0, b""))
+            self._digests[placement] = count + 1, hashlib.blake2b(digest + what.encode(), digest_size=8).digest()
+            self._done.append(_Did(placement, _cut(what), _line()))
+        return out
+
+    def meet(self, comm: Comm, kind: str) -> None:
+        """Compare with the other ranks of a collective, before it. Raises WorldError where they differ, or do not come."""
+        if comm.size == 1 or self._busy:
+            return
+        self._busy = True
+        try:
+            common = [p for p in self._digests if set(comm.ranks) <= set(p.flat)]
+            done = [(did.op, did.line) for did in self._done if did.placement in common]
+            counts = {repr(p): (self._digests[p][0], self._digests[p][1].hex()) for p in sorted(common, key=repr)}
+            state = hashlib.blake2b(json.dumps(counts).encode(), digest_size=8).hexdigest()
+            mine = {"kind": kind, "op": self._now, "line": _line(), "n": sum(n for n, _ in counts.values()), "state": state, "done": done}
+            told = self._told(comm, mine)
+        finally:
+            self._busy = False
+        same = ("kind", "op", "n", "state")
+        for rank, other in zip(comm.ranks, told, strict=True):
+            if any(other[key] != mine[key] for key in same):
+                raise WorldError(_apart(self._world.rank, mine, rank, other))
+
+    def _told(self, comm: Comm, mine: dict[str, Any]) -> list[Any]:
+        if not isinstance(self._world, ProcessWorld):
+            return comm.all_gather_object(mine)
+        self._say(mine)
+        ranks = tuple(sorted(comm.ranks))
+        sent = torch.frombuffer(bytearray(_message(mine)), dtype=torch.uint8)
+        got = [torch.empty_like(sent) for _ in ranks]
+        try:
+            dist.all_gather(got, sent, group=self._group(ranks))
+        except RuntimeError as error:
+            others = "".join(f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank)
+            told = f"the ranks went apart, or one has ended: not all of ranks {list(ranks)} came within {timeout().total_seconds():g} s"
+            raise WorldError(f"{told}\n  rank {self._world.rank} is {_place(mine)}{others}") from error
+        found = dict(zip(ranks, (json.loads(g.numpy().tobytes().rstrip(b"\0")) for g in got), strict=True))
+        return [found[r] for r in comm.ranks]
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            name = f"globaltensor_{self._name}_{'_'.join(map(str, ranks))}"
+            self._groups[ranks] = _torch.new_group(ranks, self._world.rank, name, "gloo", timeout())
+        return self._groups[ranks]
+
+    # Where each rank is, for those that wait for it
+
+    def _say(self, mine: dict[str, Any]) -> None:
+        _torch.default_store().set(f"{self._name}/{self._world.rank}", _place(mine))
+
+    def _heard(self, rank: int) -> str:
+        try:
+            store, key = _torch.default_store(), f"{self._name}/{rank}"
+            return f"was last {store.get(key).decode()}" if store.check([key]) else "has come to no collective yet"
+        except RuntimeError:
+            return "cannot be asked"
+
+
+def _message(mine: dict[str, Any]) -> bytes:
+    """A message of `_BYTES`; older ops are left out where it would be longer."""
+    for drop in range(len(mine["done"]) + 1):
+        text = json.dumps({**mine, "done": mine["done"][drop:]}).encode()
+        if len(text) <= _BYTES:
+            return text.ljust(_BYTES, b"\0")
+    return json.dumps({**mine, "done": [], "line": ""}).encode()[:_BYTES].ljust(_BYTES, b"\0")
+
+
+def _place(told: dict[str, Any]) -> str:
+    what = f"{told['kind']} of {told['op']}" if told["op"] else told["kind"]
+    return f"at {what}, after {told['n']} op{'' if told['n'] == 1 else 's'}  ({told['line']})"
+
+
+def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+    lines = [f"the ranks went apart: all must run the same ops on global tensors, in the same order\n  rank {me} {_place(mine)}\n  rank {rank} {_place(other)}"]
+    if mine["state"] != other["state"]:
+        one, two = ({told["n"] - len(told["done"]) + i: tuple(did) for i, did in enumerate(told["done"])} for told in (mine, other))
+        at = next((n for n in sorted(one.keys() | two.keys()) if n >= max(min(one, default=0), min(two, default=0)) and _op(one, n) != _op(two, n)), None)
+        if at is None:
+            lines.append(f"they differ in an op before the last {_KEPT}")
+        else:
+            lines += [f"the first op that differs is number {at + 1}", f"  rank {me} ran {_told_of(one, at)}", f"  rank {rank} ran {_told_of(two, at)}"]
+    return "\n".join(lines)
+
+
+def _op(done: dict[int, tuple[str, ...]], n: int) -> str:
+    return done[n][0] if n in done else ""
+
+
+def _told_of(done: dict[int, tuple[str, ...]], n: int) -> str:
+    return f"{done[n][0]}  ({done[n][1]})" if n in done else "nothing more"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 4]} ..."
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, GlobalTensor):
+        return repr(value._spec)
+    if isinstance(value, torch.Tensor):
+        return f"plain {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Sbp):
+        return value.short
+    known = isinstance(value, (int, float, complex, str, slice, torch.dtype, type(None)))
+    return repr(value) if known else type(value).__name__
+
+
+def _line() -> str:
+    """The line of the program, outside of this library and torch."""
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(_OURS) or frame.f_code.co_filename.startswith("<frozen")):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return "a thread of torch"
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:60]}"
+
+
+@contextlib.contextmanager
+def guard() -> Iterator[None]:
+    """Within the block the ranks compare what they run on global tensors. Where they go apart, the next collective says so, with both ranks, ops and lines.
+
+    For finding out why a program hangs or gives other numbers than one device: each collective costs a message more, each op some ten microseconds. Every rank
+    enters it. Outside of it nothing is compared. What is compared: functions and methods with their scalar arguments, the shape, dtype, placement and sbp of
+    tensors, and the collectives, forward and backward; not the values. Raises WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying
+    where the others were last.
+
+    >>> import globaltensor as flow
+    >>> with guard():
+    ...     _ = flow.ones(4, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0)).sum()
+    """
+    here = world()
+    pace, before = _Pace(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""), (here.pace, _torch.recording.looks)
+    here.pace, _torch.recording.looks = pace, True
+    try:
+        with pace:
+            yield
+    finally:
+        here.pace, _torch.recording.looks = before
