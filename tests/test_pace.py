@@ -81,7 +81,7 @@ def test_on_processes_and_the_world_goes_on() -> None:
 
 
 def one_does_not_come() -> str:
-    os.environ["GLOBALTENSOR_TIMEOUT"] = "1"
+    os.environ["GLOBALTENSOR_TIMEOUT"] = "5"  # a group is made meanwhile, on a busy machine too
     try:
         with flow.guard():
             rows().sum().item()
@@ -96,7 +96,7 @@ def one_does_not_come() -> str:
 
 def test_a_rank_that_does_not_come() -> None:
     said, _ = run_on(2, one_does_not_come)
-    assert re.search(r"not all of ranks \[0, 1\] came within 1 s", said)
+    assert re.search(r"not all of ranks \[0, 1\] came within 5 s", said)
     assert re.search(r"rank 0 is at all_gather of to_global\(f32\[4, 4\] S\(0\), sbp=B\), after 1 op  \(test_pace.py:\d+: rows\(\).to_global", said)
     assert re.search(r"rank 1 was last at all_reduce, after 1 op  \(test_pace.py:\d+: rows\(\).sum\(\).item", said)
 
