@@ -95,6 +95,24 @@ raise RuntimeError("Read error [127.0.0.1]:31649: Connection reset by peer")
     assert nobody_left(folder)
 
 
+def test_why_a_rank_was_aborted_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """C++ says why, Python says where, and which modules it had loaded."""
+    body = """
+if rank == 0:
+    sys.stderr.write("terminate called after throwing an instance of 'gloo::EnforceNotMet'\\n  what():  64 vs 32. Is there a collective mismatch?\\n")
+    sys.stderr.flush()
+    import torch; os.abort()
+sleep()
+"""
+    assert run(folder, body) == 128 + signal.SIGABRT
+    said = capfd.readouterr().err
+    told = said[said.index("globaltensor.launch: rank 0") :]
+    assert "| terminate called after throwing" in told
+    assert "|   what():  64 vs 32. Is there a collective mismatch?" in told
+    assert "script.py" in told
+    assert "Extension modules" not in told
+
+
 @needs_mpi
 @pytest.mark.parametrize(
     ("does", "code", "says"),

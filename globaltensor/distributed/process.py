@@ -71,7 +71,8 @@ class MessageComm(Comm):
 
     def broken(self, what: str, error: Exception) -> WorldError:
         """The error for a failed collective."""
-        return WorldError(f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}; a rank has died, hangs, or did something else")
+        told = f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}"
+        return WorldError(f"{told}; a rank has died, hangs, or did something else (flow.guard() says which)")
 
 
 class _Messages:

@@ -30,7 +30,9 @@ _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own error says why\)|remote process exited|socket closed",
     re.IGNORECASE,
 )
-_HEADS: Final = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
+_THROWN: Final = "terminate called"
+_CRASH: Final = "Fatal Python error"
+_HEADS: Final = ("Traceback (most recent call last)", _THROWN, _CRASH)
 _TETHER: Final = Path(__file__).with_name("tether.py")
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
 
@@ -84,7 +86,13 @@ class Rank:
         """The last traceback it wrote, shortened to its head and its end; else its last lines."""
         said = _RANK_BEFORE.sub("", self.err.tail().decode(errors="replace").replace("\r", "\n"))
         lines = said.rstrip().splitlines()
+        lines = [line for line in lines if not line.startswith("Extension modules:")]
+        while lines and not lines[-1].strip():
+            lines.pop()
         heads = [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
+        if len(heads) > 1 and lines[heads[-1]].startswith(_CRASH) and lines[heads[-2]].startswith(_THROWN):
+            cause = lines[heads[-2] : heads[-1]]  # why it was aborted, and below where
+            return [*cause, *lines[heads[-1] :][-_TAIL_LINES:]]
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
         return lines[heads[-1] :] if heads else lines[-_TAIL_LINES // 2 :]
