@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # the example's model; tests/support: instruments
 #: Seconds after which a benchmark's processes are ended, whatever they do.
 LIMIT = 1200.0
 

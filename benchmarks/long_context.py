@@ -12,14 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Row, interleave, options, show, started
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.held import Held
 
 import globaltensor as flow
 
@@ -28,26 +26,6 @@ HEADS, WIDTH = 4, 64
 #: (length, heads of keys, causal)
 CASES = [(2048, HEADS, False), (2048, HEADS, True), (4096, HEADS, True), (4096, 1, True)]
 QUICK_CASES = [(128, HEADS, False), (128, HEADS, True)]
-
-
-class Held(TorchDispatchMode):
-    """The most bytes of tensors, made while the block lasts, that are there at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor) and t.device.type != "meta"}
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.device.type != "meta" and t.untyped_storage().data_ptr() not in given:
-                storage = t.untyped_storage()
-                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}
-        self.most = max(self.most, sum(n for _, n in self._live.values()))
-        return out
 
 
 @dataclass

@@ -455,9 +455,9 @@ def check_input(norm: BatchNorm, x: torch.Tensor) -> None:
 
 def wrap_associative_scan(around: Any) -> None:
     """Let ``around(associative_scan, ...)`` stand for torch's scan with a function of the user's, a prototype that has no public name yet (torch 2.9): models
-    import it where they call it."""
+    import it where they call it. Where it has moved, it stays as it is."""
     import importlib
 
-    home = importlib.import_module("torch._higher_order_ops.associative_scan")
-    home.associative_scan = functools.partial(around, home.associative_scan)  # type: ignore[attr-defined]
-    torch._higher_order_ops.associative_scan = home.associative_scan  # type: ignore[assignment]
+    with contextlib.suppress(ImportError, AttributeError):
+        home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
+        home.associative_scan = torch._higher_order_ops.associative_scan = functools.partial(around, home.associative_scan)

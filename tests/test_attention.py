@@ -15,10 +15,9 @@ import torch.utils.checkpoint
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.everywhere import compare, full
+from support.held import Held
 from support.pool import run_on
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
@@ -487,26 +486,6 @@ def test_memory(n: int, causal: bool) -> None:
         assert there >= n * block, "which gathering does not promise"
 
 
-class Held(TorchDispatchMode):
-    """The most bytes of tensors, made while the block lasts, that are there at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor) and t.device.type != "meta"}
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.device.type != "meta" and t.untyped_storage().data_ptr() not in given:
-                storage = t.untyped_storage()
-                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}
-        self.most = max(self.most, sum(n for _, n in self._live.values()))
-        return out
-
-
 def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
     """The most that a rank holds besides its inputs, in units of its queries."""
     length, width, patch = 512, 16, pytest.MonkeyPatch()
@@ -534,7 +513,7 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: py
     """Shapes and types only, on stand-ins: tests/test_gpu.py has the numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with FakeTensorMode():
+    with _torch.fake_tensors():
         q = torch.empty(2, 3, 4, 7, 16, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.empty(2, 3, 1 if common else 4, 12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         assert len(members(q, k, v, None)) == 1

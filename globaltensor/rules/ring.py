@@ -232,7 +232,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
         return _some_forward(q, k, v, mask, way)
     lead = shared(q, k, v)
     out = q.new_empty(*lead, q.shape[-2], v.shape[-1])
-    total = q.new_empty(*lead, _worked_on(way, q), 1, dtype=_kind(q))
+    total = q.new_empty(*lead, _worked_on(way), 1, dtype=_kind(q))
     for of in shares:
         some, its = _some_forward(of(q), of(k), of(v), None if mask is None else of(mask), way)
         of(out).copy_(some)
@@ -288,7 +288,7 @@ def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
     return t if t.ndim < -dim or t.shape[dim] == 1 else t.narrow(dim, start, length)
 
 
-def _worked_on(way: Way, q: Tensor) -> int:
+def _worked_on(way: Way) -> int:
     """How many rows this rank works on."""
     return sum(n for _, n in way.turns[0][way.ring.index(world().rank)])
 
