@@ -17,6 +17,7 @@ import torch
 
 from . import _torch
 from .boxing import box, log, plan
+from .boxing.moves import gathers
 from .buckets import Buckets
 from .distributed.world import World, world
 from .placement import Placement
@@ -147,16 +148,7 @@ def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
         return src.axes
     if src.placement is not dst.placement or not src.numel:
         return ()
-    axes = []
-    for a, (x, y) in enumerate(zip(src.layout, dst.layout, strict=True)):
-        if x is not y:
-            if not (x.is_split and y.is_broadcast):
-                return ()
-            axes.append(a)
-    # A dim that another axis goes on splitting does not come back in one piece.
-    if any(src.layout[a].dim == e.dim for a in axes for b, e in enumerate(dst.layout) if e.is_split and b != a):
-        return ()
-    return tuple(axes)
+    return gathers(src.layout, dst.layout)
 
 
 # ---------------------------------------------------------------------------------------------------------------- gathering

@@ -101,8 +101,9 @@ def test_the_search_counts_what_was_measured() -> None:
     for k in range(len(after)):
         if k in by_rows:
             assert (after.forward[k], after.backward[k]) == (7.0, 11.0)
-        else:
-            assert (after.forward[k], after.backward[k]) == (before.forward[k], before.backward[k])
+        else:  # what was not measured is as far off as what was
+            assert after.forward[k] == pytest.approx(before.forward[k] * 7.0 / before.forward[by_rows[0]])
+            assert after.backward[k] == pytest.approx(before.backward[k] * 11.0 / before.backward[by_rows[0]])
     calls.training = False
     alone = candidates_of(calls, cluster)[linear.number]
     assert [(alone.forward[k], alone.backward[k]) for k in by_rows] == [(7.0, 0.0)] * len(by_rows)
@@ -114,7 +115,8 @@ def test_a_measurement_changes_the_plan() -> None:
     cluster = Cluster(kernel=0.0, launch=0.0, latency=0.0, memory_bandwidth=1e5, bandwidth=1e12, size=2)
     before = flow.auto.plan(model, x, cluster, mesh=(2,))
     calls = calls_of_model(model, (x,))
-    slow = {op.key: (1.0, 1.0) for op in ops_of(calls, MESH, candidates_of(calls, cluster), cluster) if "[32, " in op.key}
+    ops = ops_of(calls, MESH, candidates_of(calls, cluster), cluster)
+    slow = {op.key: (1.0, 1.0) if "[32, " in op.key else (op.seconds / 2, op.seconds / 2) for op in ops}
     after = flow.auto.plan(model, x, cluster.with_ops(slow), mesh=(2,))
     assert any(("S(0)",) in call.wanted for call in before.calls)
     assert after.cost < 1.0

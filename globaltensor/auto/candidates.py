@@ -114,32 +114,51 @@ class Menu:
             taken.add(key)
             for column, layout in zip((*ins, *outs), key, strict=True):
                 column.append(layout)  # type: ignore[arg-type]
-            rows.append(self._costs(call, combination, operands, results, come, lie, work))
+            rows.append((combination, come, lie))
         if not rows:
             whole = (broadcast,) * len(mesh.shape)
             ins, outs = [[whole] for _ in operands], [[call.fixed or whole] for _ in results]
-            rows.append(self._costs(call, (), operands, results, [whole] * len(operands), [o[0] for o in outs], work))
-        columns = np.array(rows, dtype=float).reshape(len(rows), 4).T
-        return Candidates(ins, outs, *columns)
+            rows.append(((), [whole] * len(operands), [o[0] for o in outs]))
+        share = np.array([self._share(combination, operands, results) for combination, _, _ in rows], dtype=float)
+        if work.view:
+            computing = np.zeros((2, len(rows)))
+        else:
+            computing = self._computing(call, operands, results, [come for _, come, _ in rows], [lie for _, _, lie in rows], work, share)
+        moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
+        twice = self.training if work.view else computing[1] > 0
+        return Candidates(ins, outs, *computing, moving * (1 + twice), share)
 
-    def _costs(
-        self, call: Call, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value],
-        come: Sequence[Any], lie: Sequence[Any], work: Work,
-    ) -> tuple[float, float, float, float]:  # fmt: skip
-        """(forward, backward, moving, share) of one candidate."""
-        prices, share = self.prices, 1.0
-        for s, size in zip(combination, prices.mesh.shape, strict=False):
-            if s.divided:
-                share *= _largest(s, operands, results, size)
-        moving = 0.0
+    def _share(self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]) -> float:
+        """The part of the work that one rank does."""
+        return math.prod(_largest(s, operands, results, size) for s, size in zip(combination, self.prices.mesh.shape, strict=False) if s.divided)
+
+    def _moving(self, combination: Sequence[Signature], share: float) -> float:
+        """Seconds of what a candidate communicates itself in the forward pass."""
+        prices, moving = self.prices, 0.0
         for axis, s in enumerate(combination):
             others = share * (prices.mesh.shape[axis] if s.divided else 1)
             for kind, nbytes in s.moved:
                 moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,)) + prices.cluster.skew
-        if work.view:
-            return 0.0, 0.0, moving * (1 + self.training), share
-        forward, backward = self._measured(call, operands, come) or self._estimated(operands, results, come, lie, work, share)
-        return forward, backward, moving * (1 + bool(backward)), share
+        return moving
+
+    def _computing(
+        self, call: Call, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: Array
+    ) -> Array:
+        """Seconds of both passes of each candidate. Where some were measured and others cannot be (a call that takes its part of an operand itself is given
+        another shape than it works on), an estimate is as far off as that of the measured one with the nearest share of the work: estimates are lower than
+        what is measured, and would win against it."""
+        measured = [self._measured(call, operands, c) for c in come]
+        known = [k for k, found in enumerate(measured) if found is not None]
+        if len(known) == len(measured):
+            return np.array(measured, dtype=float).T
+        found = np.array([self._estimated(operands, results, c, o, work, part) for c, o, part in zip(come, lie, share.tolist(), strict=True)]).T
+        if known:
+            told = np.array([measured[k] for k in known], dtype=float).T
+            off = np.divide(told, found[:, known], out=np.ones_like(told), where=found[:, known] > 0)
+            near = np.abs(np.log(share[known])[:, None] - np.log(share)[None]).argmin(0)
+            found *= off[:, near]
+            found[:, known] = told
+        return found
 
     def _measured(self, call: Call, operands: Sequence[Value], come: Sequence[Layout]) -> tuple[float, float] | None:
         """Seconds of both passes on parts that lie so, where they were measured on this cluster."""

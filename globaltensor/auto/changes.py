@@ -95,10 +95,12 @@ class Changes:
     def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], leaf: bool | None = None) -> Kind:
         numbers, seconds = self.f.prices.table(value.shape, value.dtype, [src, dst])
         forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
+        prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
+        if own:
+            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
         if self.f.calls.training and value.grad:
             # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back takes it.
-            if value.state == "parameter" if leaf is None else leaf:
-                prices = self.f.prices
+            if own:
                 backward = float(prices.gradients(value.shape, value.dtype, [dst], [src])[0, 0])
                 on_the_way = collectives(duals(dst), duals(src))
                 back = " + ".join(filter(None, [on_the_way, collectives(duals(src), src)])) if prices.summed(src) else collectives(duals(dst), src)

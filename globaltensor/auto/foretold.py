@@ -16,7 +16,7 @@ from ..cluster import Cluster
 from ..graph.plan import entry
 from .calls import Calls, Value
 from .candidates import Menu
-from .formulate import Options, bucket_of, updating
+from .formulate import Options, bucket_of, gathered_of, updating
 from .meshes import mesh
 from .planned import Change, Plan, PlanError, PlannedCall
 from .prices import Prices, duals
@@ -54,7 +54,7 @@ def _stages(plan: Plan) -> list[Stage]:
         return [Stage(**s["costs"]) for s in told]
     forward, backward = _seconds(plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
     gathers, sums = _aside(plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
-    return [Stage(forward, backward, 0.0, gathers, sums, plan.spent.get("updating", 0.0), float(plan.memory), ranks=math.prod(plan.mesh))]
+    return [Stage(forward + gathers, backward, 0.0, 0.0, sums, plan.spent.get("updating", 0.0), float(plan.memory), ranks=math.prod(plan.mesh))]
 
 
 def _seconds(calls: Sequence[PlannedCall], changes: Sequence[Change], leaves: set[str]) -> tuple[float, float]:
@@ -73,7 +73,7 @@ def _aside(changes: Sequence[Change], leaves: set[str]) -> tuple[float, float]:
 def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Plan:
     """The same plan with the seconds of another cluster. Raises PlanError for calls that are not the plan's."""
     where = mesh(tuple(plan.mesh))
-    prices = Prices(cluster, where, bucket_of(calls))
+    prices = Prices(cluster, where, bucket_of(calls), 0 if plan.choices.get("stages") else gathered_of(calls))
     zero = plan.choices.get("zero", {})
     pricer = _Pricer(prices, Menu(prices, calls.training), calls, zero)
     changed = tuple(map(pricer.call, plan.calls))
@@ -148,8 +148,9 @@ class _Pricer:
         value = self.values[told.value]
         src, dst = _entries(told.src), _entries(told.dst)
         numbers, seconds = self.prices.table(value.shape, value.dtype, [src, dst])
-        there = float(seconds[numbers[src], numbers[dst]])
-        back = 0.0
+        there, back = float(seconds[numbers[src], numbers[dst]]), 0.0
+        if value.state == "parameter":
+            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
         if told.backward:
             if value.state == "parameter":
                 home = _entries(self.zero[value.path]["shares"]) if value.path in self.zero else src

@@ -22,12 +22,13 @@ from ..boxing.moves import Layout
 from ..cluster import Cluster
 from ..placement import Placement
 from ..reducer import BUCKET_BYTES
+from ..sharded import BUCKET_BYTES as GATHERED_BYTES
 from .calls import Calls, Value
 from .candidates import Candidates, Menu
 from .prices import Prices, duals
 from .solver import Problem, solve
 
-__all__ = ["Formulation", "Options", "bucket_of", "formulate", "hidden", "updating"]
+__all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _PATIENCE = 120.0  # seconds for finding out how little memory would do
@@ -37,7 +38,7 @@ _PATIENCE = 120.0  # seconds for finding out how little memory would do
 class Options:
     """What else a search may be told. ``computation``: weight of computing against moving. ``wait``: seconds that each change of layout costs besides what the
     cluster says. ``collect``: whether several takers may share one change of layout. ``states``: bytes of optimizer state for each byte of a parameter.
-    ``fixed``: path of something given -> the layouts it may have. ``hidden``: the part of gradients' and parameters' traffic that hides behind computing
+    ``fixed``: path of something given -> the layouts it may have. ``hidden``: the part of the gradients' traffic that hides behind computing
     (None: as the cluster says)."""
 
     computation: float = 1.0
@@ -52,8 +53,8 @@ class Options:
 class Known:
     """What formulations of the same calls on the same mesh share: candidates of calls, and tables of prices."""
 
-    def __init__(self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0) -> None:
-        self.prices = Prices(cluster, mesh, bucket)
+    def __init__(self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0, gathered: int = 0) -> None:
+        self.prices = Prices(cluster, mesh, bucket, gathered)
         self.menu = Menu(self.prices, training)
         self.tables: dict[Any, Array] = {}
 
@@ -99,7 +100,7 @@ def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> f
 
 
 def hidden(cluster: Cluster, options: Options) -> float:
-    """The part of parameters' and their gradients' traffic that hides behind computing."""
+    """The part of the traffic of parameters' gradients that hides behind computing."""
     return max(0.0, min(0.9, 2.0 - cluster.overlap)) if options.hidden is None else options.hidden
 
 
@@ -108,9 +109,14 @@ def bucket_of(calls: Calls) -> int:
     return min(BUCKET_BYTES, sum(v.nbytes for v in calls.parameters if v.grad)) if calls.training else 0
 
 
+def gathered_of(calls: Calls) -> int:
+    """Bytes of parameters that are gathered together, likewise."""
+    return min(GATHERED_BYTES, sum(v.nbytes for v in calls.parameters))
+
+
 def formulate(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, known: Known | None = None) -> Formulation:
     """The problem of one mesh. ``known``: of another formulation with the same computation weight and calls."""
-    return _Builder(calls, mesh, options, known or Known(cluster, mesh, calls.training, bucket_of(calls))).build()
+    return _Builder(calls, mesh, options, known or Known(cluster, mesh, calls.training, bucket_of(calls), gathered_of(calls))).build()
 
 
 class _Builder:
@@ -271,15 +277,17 @@ class _Builder:
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*layouts, *wanted])
-        a, b = [numbers[x] for x in layouts], [numbers[x] for x in wanted]
-        there = seconds[np.ix_(a, b)]
+        if value.state == "parameter":
+            there = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
+        else:
+            there = seconds[np.ix_([numbers[x] for x in layouts], [numbers[x] for x in wanted])]
         there = there + self.options.wait * (there > 0)
         if not (self.calls.training and value.grad):
-            return np.asarray(self.seen * there if value.state == "parameter" else there)
+            return np.asarray(there)
         if value.state == "parameter":
-            # A leaf keeps its gradient as it lies itself. Its traffic runs beside computing.
+            # A leaf keeps its gradient as it lies itself. What brings it there runs beside computing, and what brings the leaf to a call does not.
             back = self.prices.gradients(value.shape, value.dtype, wanted, layouts).T
-            return np.asarray(self.seen * (there + back))
+            return np.asarray(there + self.seen * back)
         back = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in layouts])].T
         return np.asarray(there + back + self.options.wait * (back > 0))
 

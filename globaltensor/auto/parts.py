@@ -166,8 +166,7 @@ class Ground:
     def fetch(self, value: Value, kept: Sequence[Stored], wanted: Sequence[Layout]) -> Costs:
         """What it costs calls that want a parameter in some layout, by how it is kept."""
         layouts = [s.layout for s in kept]
-        numbers, seconds = self.prices.table(value.shape, value.dtype, list(dict.fromkeys([*layouts, *(s.shares for s in kept), *wanted])))
-        there = np.minimum(seconds[np.ix_([numbers[x] for x in layouts], [numbers[x] for x in wanted])], NEVER)
+        there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
         held = np.where(there > 0, self.bytes(value, wanted)[None, :], 0.0)
         if not (self.calls.training and value.grad):
             return {"G": there, "X": held}

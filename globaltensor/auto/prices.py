@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..boxing.moves import Layout, neighbours
+from ..boxing.moves import Layout, gathers, neighbours
 from ..boxing.prices import RELAID, prices_of
 from ..cluster import Cluster
 from ..placement import Placement
@@ -34,10 +34,11 @@ def duals(layout: Layout) -> Layout:
 
 
 class Prices:
-    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one collective; 0: each is summed alone."""
+    """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one collective; ``gathered``: of parameters that are gathered, and
+    of their gradients that are scattered; 0: each is alone."""
 
-    def __init__(self, cluster: Cluster, mesh: Placement, bucket: int = 0) -> None:
-        self.cluster, self.mesh, self.bucket = cluster, mesh, bucket
+    def __init__(self, cluster: Cluster, mesh: Placement, bucket: int = 0, gathered: int = 0) -> None:
+        self.cluster, self.mesh, self.bucket, self.gathered = cluster, mesh, bucket, gathered
         self._tables: dict[Any, tuple[dict[Layout, int], Table]] = {}
         self._fibers: dict[tuple[int, ...], Sequence[int]] = {}
         self._seconds: dict[Any, float] = {}
@@ -74,11 +75,13 @@ class Prices:
     def gradients(self, shape: tuple[int, ...], dtype: torch.dtype, wanted: Sequence[Layout], kept: Sequence[Layout]) -> Table:
         """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each way it may lie itself (columns).
 
-        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took it, and is summed whole together with others (`reducer`)."""
+        Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took it, and is summed whole together with others (`reducer`);
+        where it was gathered it is scattered together with others (`sharded`)."""
         numbers, seconds = self.table(shape, dtype, [*wanted, *kept])
         summed = [self.summed(x) for x in kept]
         there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
-        return there + np.array([self._sum(dtype.itemsize * self.local(shape, x), axes) for x, axes in zip(kept, summed, strict=True)])  # type: ignore[no-any-return]
+        self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
+        return there + np.array([self._part("all_reduce", dtype.itemsize * self.local(shape, x), axes, self.bucket) for x, axes in zip(kept, summed, strict=True)])  # type: ignore[no-any-return]
 
     def summed(self, kept: Layout) -> tuple[int, ...]:
         """The axes that gradients of a parameter are summed over in buckets."""
@@ -86,10 +89,27 @@ class Prices:
             return ()
         return tuple(a for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True)) if e.is_broadcast and n > 1)
 
-    def _sum(self, nbytes: int, axes: tuple[int, ...]) -> float:
+    def _part(self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int) -> float:
         """Its part of the seconds of a bucket."""
-        whole = max(nbytes, self.bucket)
-        return self.collective("all_reduce", whole, axes) * nbytes / whole if axes and whole else 0.0
+        whole = max(nbytes, bucket)
+        return self.collective(kind, whole, axes) * nbytes / whole if axes and whole else 0.0
+
+    def fetched(self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Table:
+        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others."""
+        numbers, seconds = self.table(shape, dtype, [*kept, *wanted])
+        found = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
+        self._together("all_gather", found, shape, dtype, kept, wanted)
+        return found  # type: ignore[no-any-return]
+
+    def _together(self, kind: str, seconds: Table, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> None:
+        """Put in what a parameter's part of a bucket costs that is gathered, or whose gradient is scattered, along the axes where ``kept`` splits it and
+        ``wanted`` does not."""
+        if not self.gathered:
+            return
+        for j, y in enumerate(wanted):
+            for i, x in enumerate(kept):
+                if x is not y and (axes := gathers(x, y)):
+                    seconds[i, j] = self._part(kind, dtype.itemsize * self.local(shape, y), axes, self.gathered)
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
         """What it costs whoever gets a result that lies so to see it: its partial sums are taken."""

@@ -50,7 +50,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
 def _spent(f: Formulation, total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], given: Sequence[Given]) -> dict[str, float]:
     """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
     leaves = {g.name: g.layout for g in given if g.kind == "parameter"}
-    aside = sum(c.forward + c.backward for c in changes if leaves.get(c.value) == c.src)
+    aside = sum(c.backward for c in changes if leaves.get(c.value) == c.src)
     cluster, options = f.prices.cluster, f.options
     trained = [v for v in f.calls.parameters if f.calls.training and v.grad]
     held = {g.name: g.bytes for g in given}

@@ -172,8 +172,7 @@ class _Reader:
     def _change(self, v: int, takers: str, src: Any, dst: Layout) -> Iterator[Change]:
         ground, value = self.ground, self.values[v]
         if isinstance(src, Stored):
-            numbers, seconds = ground.prices.table(value.shape, value.dtype, list(dict.fromkeys([src.layout, src.shares, dst])))
-            forward = float(seconds[numbers[src.layout], numbers[dst]])
+            forward = float(ground.prices.fetched(value.shape, value.dtype, [src.layout], [dst])[0, 0])
             backward = float(ground.prices.gradients(value.shape, value.dtype, [dst], [src.shares])[0, 0]) if ground.calls.training and value.grad else 0.0
             if src.layout != dst or backward:
                 back = collectives(duals(dst), src.shares) if ground.calls.training and value.grad else ""

@@ -19,7 +19,7 @@ import numpy as np
 from ..boxing.moves import Layout
 from ..sbp import broadcast, partial_sum
 from .calls import Call, Value
-from .formulate import Formulation, Known, bucket_of, formulate, hidden
+from .formulate import Formulation, Known, bucket_of, formulate, gathered_of, hidden
 from .prices import duals
 
 __all__ = ["Unfolded"]
@@ -63,7 +63,7 @@ class Unfolded:
             raise ValueError("only a training step can be unfolded, without a limit of memory and without a wait for each change")
         self.folded = folded
         cluster, calls = folded.prices.cluster, folded.calls
-        known = Known(cluster, folded.mesh, False, bucket_of(calls))
+        known = Known(cluster, folded.mesh, False, bucket_of(calls), gathered_of(calls))
         self.forward = formulate(dataclasses.replace(calls, training=False), cluster, folded.mesh, folded.options, known)
         self.prices, self.problem = known.prices, self.forward.problem
         self.seen = 1.0 - hidden(cluster, folded.options)
@@ -165,7 +165,9 @@ class Unfolded:
     # Prices
 
     def _there(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
-        return self._moved(value, layouts, wanted) * (self.seen if value.state == "parameter" else 1.0)
+        if value.state == "parameter":
+            return self.prices.fetched(value.shape, value.dtype, layouts, wanted)
+        return self._moved(value, layouts, wanted)
 
     def _moved(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*layouts, *wanted])

@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "Move",
     "giver",
+    "gathers",
     "gives",
     "holders_of",
     "neighbours",
@@ -74,6 +75,24 @@ class Move:
             before, after = (f"{text} on {show_placement(s.placement)}" for text, s in ((before, self.src), (after, self.dst)))
         where = "@" + "+".join(f"axis{a}" for a in self.axes) if self.axes else ""
         return f"{before}->{after}{where}  {self.kind}  {show_bytes(self.bytes)}  {self.seconds * 1e3:.3g} ms"
+
+
+def gathers(src: Layout, dst: Layout) -> tuple[int, ...]:
+    """The axes along which src -> dst only gathers; () where it does anything else.
+
+    >>> gathers((split(0), split(1)), (broadcast, split(1)))
+    (0,)
+    """
+    axes = []
+    for a, (x, y) in enumerate(zip(src, dst, strict=True)):
+        if x is not y:
+            if not (x.is_split and y.is_broadcast):
+                return ()
+            axes.append(a)
+    # A dim that another axis goes on splitting does not come back in one piece.
+    if any(src[a].dim == e.dim for a in axes for b, e in enumerate(dst) if e.is_split and b != a):
+        return ()
+    return tuple(axes)
 
 
 def show_bytes(n: int) -> str:
