@@ -172,7 +172,10 @@ def test_whole_steps_stretch_the_cluster() -> None:
     """What is fitted to the steps of plans that compute and move unlike much, the same on every rank; the model stays as it was."""
     (launch, kernel, found), other = run_on(2, whole_steps, True)
     assert (launch, kernel, found) == other
-    ((steps, (computing, moving)),) = found
+    ((steps, (computing, moving, waiting)),) = found
+    assert waiting >= 0
+    assert len({round(s.waits) for s in steps}) > 2
+    assert all(abs(s.waits - round(s.waits)) < 0.05 for s in steps)
     assert len(steps) == len(whole._WAYS)
     assert all(s.computing > 0 and s.measured > 0 for s in steps)
     assert len({round(s.moving, 9) for s in steps}) > 2
@@ -213,13 +216,18 @@ def test_a_model_whose_steps_fail_is_calibrated_by_its_calls() -> None:
         assert "steps of the plan 'data parallel' could not be run, and are left out" in "".join(said)
 
 
-@pytest.mark.parametrize(("computing", "moving"), [(1.3, 1.7), (0.6, 2.0), (2.0, 0.7)])
-def test_factors_are_found_again(computing: float, moving: float) -> None:
+@pytest.mark.parametrize(("computing", "moving", "waiting"), [(1.3, 1.7, 0.0), (0.6, 2.0, 0.02), (2.0, 1.0, 0.01)])
+def test_factors_are_found_again(computing: float, moving: float, waiting: float) -> None:
     draw = np.random.default_rng(0)
-    steps = [whole.Step(c, m, computing * c + moving * m) for c, m in draw.uniform(0.1, 2.0, size=(7, 2))]
-    assert whole.factors(steps) == pytest.approx((computing, moving), rel=0.12)
-    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
-    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0)
+    counts = draw.integers(0, 40, 7)
+    steps = [whole.Step(c, m, computing * c + moving * m + waiting * n, n) for (c, m), n in zip(draw.uniform(0.1, 2.0, size=(7, 2)), counts, strict=True)]
+    found = whole.factors(steps)
+    assert found[:2] == pytest.approx((computing, moving), rel=0.12)
+    assert found[2] == pytest.approx(waiting, rel=0.12, abs=3e-3)
+    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5, 0.0), rel=0.02)  # nothing moved: nothing says otherwise
+    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0)
+    shorter = [whole.Step(1.0, 1.0, 2.0), whole.Step(1.0, 1.0, 1.9, waits=30), whole.Step(1.0, 0.1, 1.1)]
+    assert whole.factors(shorter)[2] == 0.0  # nobody waits for less than nothing
 
 
 @pytest.mark.parametrize("cluster", [Cluster(), Cluster.preset("dgx-h100", 2), Cluster(measured=(Curve("all_reduce", 2, 1, ((1024, 1e-4), (1 << 20, 2e-3))),))])
@@ -232,6 +240,7 @@ def test_stretched_times(cluster: Cluster) -> None:
         assert longer.compute(flops, nbytes) == pytest.approx(1.5 * cluster.compute(flops, nbytes))
     assert cluster.with_ops({"a": (1.0, 2.0)}).stretched(1.5, 9.0).op("a") == (1.5, 3.0)
     assert cluster.stretched(1.0, 1.0) == cluster
+    assert cluster.stretched(1.0, 2.0, 3e-4).skew == 2.0 * cluster.skew + 3e-4
 
 
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:

@@ -143,6 +143,32 @@ def collectives() -> None:
     comm.barrier()
 
 
+def under_way() -> None:
+    """All-reduces that go beside the computation, of few and of many elements, of every dtype, dropped ones between them."""
+    from globaltensor.distributed.world import world
+
+    for ranks in ((1, 0), (0, 1, 2), (3, 1, 0, 2)):
+        if world().rank not in ranks:
+            continue
+        comm, p = world().comm(ranks), len(ranks)
+        for n in (1, 7, 1000, 40_000, 300_000):
+            for op in ("sum", "max", "min"):
+                for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
+                    if dtype.is_complex and op != "sum":
+                        continue
+                    source = torch.Generator().manual_seed(n)
+                    parts = [torch.randint(0, 9, (n,), generator=source).to(dtype) for _ in range(p)]
+                    mine = parts[comm.index].clone()
+                    handle = comm.all_reduce_async(mine, op)
+                    if n == 7:
+                        comm.all_reduce_async(parts[comm.index].clone(), op)  # nobody waits for it
+                    handle.wait()
+                    handle.wait()
+                    wide = torch.stack([q.to(torch.complex64 if dtype.is_complex else torch.float64) for q in parts])
+                    want = wide.sum(0) if op == "sum" else wide.amax(0) if op == "max" else wide.amin(0)
+                    assert torch.equal(mine, want.to(dtype)), (ranks, n, op, dtype)
+
+
 def groups() -> None:
     from globaltensor.boxing import box, plan
     from globaltensor.distributed import process
@@ -189,9 +215,9 @@ def work(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    for part in (collectives, every_dtype, strides, gradients, groups):
+    for part in (collectives, every_dtype, strides, gradients, groups, under_way):
         start = time.perf_counter()
-        if rank < 2 or part is groups:
+        if rank < 2 or part in (groups, under_way):
             part()
         print(f"{part.__name__} {time.perf_counter() - start:.2f} s", flush=True)
     dist.barrier()

@@ -23,7 +23,7 @@ from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.joint import Begin, End, Joint, move_of
 from globaltensor.graph.passes import order
-from globaltensor.graph.steps import Boxing
+from globaltensor.graph.steps import Boxing, Gather
 from globaltensor.placement import Placement
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import partial_sum as P
@@ -119,6 +119,27 @@ def test_a_common_boxing_is_shared_and_so_is_that_of_its_gradient(ranks: int) ->
         assert eager["all_reduce"] == 4
         assert graph.moved["all_reduce"] == 2
         assert boxings(graph.graph) == ["all_reduce"]
+
+    simulate(ranks, body)
+
+
+class Tied(nn.Module):
+    """A split matrix that two calls want whole, as the table of a language model with tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(spread(values(8, 6, seed=5), S(1)).detach())
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.linear((x @ self.table).tanh(), self.table)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_split_parameter_that_two_calls_want_is_gathered_once(ranks: int) -> None:
+    def body() -> None:
+        _, graph = both(Tied, lambda m, x: m(x).square().sum(), column(12, 8, sbp=S(0)))
+        assert [n.target.__name__ for n in graph.graph.nodes if isinstance(n.target, Gather)] == ["gathered"]
+        assert (graph.moved["all_gather"], graph.moved["reduce_scatter"]) == (1, 1)
 
     simulate(ranks, body)
 

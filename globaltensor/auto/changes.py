@@ -88,8 +88,7 @@ class Changes:
         whole = tuple(broadcast if e.is_partial else e for e in made)
         if whole == made or value.maker < 0:
             return ()
-        numbers, seconds = self.f.prices.table(value.shape, value.dtype, [made, whole])
-        forward = float(seconds[numbers[made], numbers[whole]])
+        forward = float(self.f.prices.settled(value.shape, value.dtype, [made])[0])
         return (Kind(Change("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
 
     def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], leaf: bool | None = None) -> Kind:

@@ -151,6 +151,8 @@ class _Pricer:
         there, back = float(seconds[numbers[src], numbers[dst]]), 0.0
         if value.state == "parameter":
             there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
+        elif told.taker == "output":
+            there = float(self.prices.settled(value.shape, value.dtype, [src])[0])
         if told.backward:
             if value.state == "parameter":
                 home = _entries(self.zero[value.path]["shares"]) if value.path in self.zero else src

@@ -25,6 +25,7 @@ __all__ = ["Prices", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
 _MOST = 4096  # layouts of one tensor
+_FELLOWS = 4  # parameters that share a gathering's latency: by its bytes alone the only one that is gathered, among others taken otherwise, would cost nothing
 
 
 @lru_cache(maxsize=1 << 16)
@@ -81,7 +82,9 @@ class Prices:
         summed = [self.summed(x) for x in kept]
         there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
         self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
-        return there + np.array([self._part("all_reduce", dtype.itemsize * self.local(shape, x), axes, self.bucket) for x, axes in zip(kept, summed, strict=True)])  # type: ignore[no-any-return]
+        sizes = [dtype.itemsize * self.local(shape, x) for x in kept]
+        sums = [self._part("all_reduce", nbytes, axes, self.bucket) for nbytes, axes in zip(sizes, summed, strict=True)]
+        return there + np.array(sums)  # type: ignore[no-any-return]
 
     def summed(self, kept: Layout) -> tuple[int, ...]:
         """The axes that gradients of a parameter are summed over in buckets."""
@@ -109,13 +112,17 @@ class Prices:
         for j, y in enumerate(wanted):
             for i, x in enumerate(kept):
                 if x is not y and (axes := gathers(x, y)):
-                    seconds[i, j] = self._part(kind, dtype.itemsize * self.local(shape, y), axes, self.gathered)
+                    nbytes = dtype.itemsize * self.local(shape, y)
+                    few = self.collective(kind, 0, axes) / _FELLOWS if nbytes < self.gathered else 0.0
+                    seconds[i, j] = self._part(kind, nbytes, axes, self.gathered) + few
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
-        """What it costs whoever gets a result that lies so to see it: its partial sums are taken."""
+        """What it costs whoever gets a result that lies so to see it: its partial sums are taken. In training ranks have just met, to sum gradients, and none
+        is late."""
         whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
         numbers, seconds = self.table(shape, dtype, [*layouts, *whole])
-        return np.array([seconds[numbers[x], numbers[y]] for x, y in zip(layouts, whole, strict=True)])
+        late = self.cluster.skew if self.bucket else 0.0
+        return np.array([max(0.0, seconds[numbers[x], numbers[y]] - late) for x, y in zip(layouts, whole, strict=True)])
 
     def table(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]) -> tuple[dict[Layout, int], Table]:
         """(number of each layout, seconds from each to each) for these layouts and all that lie between; those of gradients included."""

@@ -1,7 +1,8 @@
 """Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
 
 In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
-ranks). So a few plans that compute and move unlike much are run on a copy of the model, and two factors are fitted to what their steps take.
+ranks). So a few plans that compute, move and wait unlike much are run on a copy of the model, and three numbers are fitted to what their steps take: by what
+computing and moving are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,9 +29,12 @@ from ..wrapper import GlobalTensor
 from . import arrange
 from .api import recipes_of
 from .candidates import Menu, fills
+from .formulate import formulate
 from .planned import PlanError
 from .prices import Prices
+from .reading import read_plan
 from .search import Found, data_parallel, search
+from .solver import solve
 
 __all__ = ["COPIES", "Step", "factors", "within_steps"]
 
@@ -37,16 +42,19 @@ _ROW = 4  # steps in a row
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
 _LEAST, _MOST = 0.1, 10.0
+_WAIT = 1e-3  # seconds of a wait in which the fit counts
+_MORE_SKEW = 1e-7  # by what of a wait they are counted
 
 Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing and moving by the model of the cluster, and measured."""
+    """Seconds of one plan's step: of computing and moving by the model of the cluster, and measured. ``waits``: how many moves it cannot go on without."""
 
     computing: float
     moving: float
     measured: float
+    waits: float = 0.0
 
 
 def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
@@ -57,17 +65,22 @@ def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     return cluster.stretched(*factors(steps)) if steps else cluster
 
 
-def factors(steps: Sequence[Step]) -> tuple[float, float]:
-    """By what computing and moving have to be multiplied to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell the
-    two apart they are alike.
+def factors(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """By what computing and moving have to be multiplied, and how many seconds each wait has to be longer, to come nearest to what was measured, in parts of it
+    (least squares). Where the steps do not tell the first two apart they are alike, and where they do not tell of waits these are as long as they were.
 
-    >>> a, b = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5)])
-    >>> round(a, 1), round(b, 1)
-    (1.5, 2.0)
+    >>> a, b, c = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
+    >>> round(a, 1), round(b, 1), round(c, 3)
+    (1.5, 2.0, 0.006)
     """
-    rows = [[s.computing / s.measured, s.moving / s.measured] for s in steps]
-    found = np.linalg.lstsq(np.array([*rows, [_ALIKE, -_ALIKE]]), np.array([1.0] * len(rows) + [0.0]), rcond=None)[0]
-    return tuple(float(min(max(f, _LEAST), _MOST)) for f in found)  # type: ignore[return-value]
+    rows = [[s.computing / s.measured, s.moving / s.measured, _WAIT * s.waits / s.measured] for s in steps]
+    rows += [[_ALIKE, -_ALIKE, 0.0], [0.0, 0.0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
+    wanted = np.array([1.0] * len(steps) + [0.0, 0.0])
+    found = np.linalg.lstsq(np.array(rows), wanted, rcond=None)[0]
+    if found[2] < 0:
+        found = [*np.linalg.lstsq(np.array(rows)[:, :2], wanted, rcond=None)[0], 0.0]
+    computing, moving = (float(min(max(f, _LEAST), _MOST)) for f in found[:2])
+    return computing, moving, float(found[2]) * _WAIT
 
 
 def _recipe(name: str) -> Fixed:
@@ -88,15 +101,25 @@ def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
     return found
 
 
-#: How batch and parameters lie: some of what is to be compared, with little and with much to compute and to move.
-_WAYS: Mapping[str, tuple[Sbp, Fixed]] = {
-    "the best": (split(0), lambda graph, calls, mesh: {}),
-    "the best, batch whole": (broadcast, lambda graph, calls, mesh: {}),
-    "data parallel": (split(0), _data),
-    "tensor parallel": (broadcast, _recipe("tensor parallel")),
-    "fully sharded": (split(0), _recipe("fully sharded (ZeRO-3)")),
-    "each otherwise": (split(0), _in_turn),
-    "each otherwise, batch whole": (broadcast, _in_turn),
+class Way(NamedTuple):
+    """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at random, in parts of a node's mean cost."""
+
+    batch: Sbp
+    fixed: Fixed = lambda graph, calls, mesh: {}
+    noise: float = 0.0
+
+
+#: Some of what is to be compared, with little and with much to compute, to move and to wait for.
+_WAYS: Mapping[str, Way] = {
+    "the best": Way(split(0)),
+    "the best, batch whole": Way(broadcast),
+    "data parallel": Way(split(0), _data),
+    "tensor parallel": Way(broadcast, _recipe("tensor parallel")),
+    "fully sharded": Way(split(0), _recipe("fully sharded (ZeRO-3)")),
+    "each otherwise": Way(split(0), _in_turn),
+    "each otherwise, batch whole": Way(broadcast, _in_turn),
+    "far from the best": Way(split(0), noise=1.0),
+    "further from the best": Way(broadcast, noise=4.0),
 }
 
 
@@ -107,13 +130,14 @@ COPIES = 4 * len(_WAYS)
 class _Training(Graph):
     """A step of a model under one plan."""
 
-    def __init__(self, model: torch.nn.Module, fixed: Fixed) -> None:
+    def __init__(self, model: torch.nn.Module, way: Way) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
         self.config.enable_auto_parallel()
         self.config.enable_auto_memory("Disable")
-        arrange.follow(self, functools.partial(_chosen, functools.partial(fixed, self)))
+        self.waits = 0.0
+        arrange.follow(self, functools.partial(_chosen, self, way))
 
     def build(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = _loss(self.model(*args, **kwargs))
@@ -134,25 +158,34 @@ def _loss(out: Any) -> torch.Tensor:
 def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
     where = Placement(current_cluster().device, mesh.ranks)
     graphs: list[tuple[_Training, Any, Any, Any]] = []
-    for name, (batch, fixed) in _WAYS.items():
+    for name, way in _WAYS.items():
         try:
             whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
-            graph = _Training(whole, fixed)
-            given = replaced((args, dict(kwargs)), iter([_real(t, where, batch) for t in tensors_in((args, dict(kwargs)), [])]))
+            graph = _Training(whole, way)
+            given = replaced((args, dict(kwargs)), iter([_real(t, where, way.batch) for t in tensors_in((args, dict(kwargs)), [])]))
             graph(*given[0], **given[1])
             graphs.append((graph, *given, graph.auto_plan().spent))
         except Exception as error:  # of the model, perhaps, on inputs that are not the user's
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=5)
     times = _timed([(lambda g=g, a=a, k=k: g(*a, **k).item()) for g, a, k, _ in graphs], seconds)  # type: ignore[misc]
-    return [Step(s["computing"] + s["updating"], s["moving"] - s["hidden"], t) for (*_, s), t in zip(graphs, times, strict=True)]
+    return [Step(s["computing"] + s["updating"], s["moving"] - s["hidden"], t, g.waits) for (g, *_, s), t in zip(graphs, times, strict=True)]
 
 
-def _chosen(
-    fixed: Callable[[Any, Placement], Mapping[str, Any]], calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float
-) -> Found:
-    options = arrange.options_of(auto, cluster, {**fixed(calls, mesh), **given}, states)
-    return search(calls, cluster, mesh, dataclasses.replace(options, memory=None), _SEARCH, agreed=arrange.of_first_rank, compared=False)
+def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> Found:
+    options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
+    found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
+    problem = found.formulation.problem
+    if way.noise:
+        drawn, mean = np.random.default_rng(0), found.plan.cost / len(problem.costs)
+        costs = [c + way.noise * mean * drawn.exponential(size=len(c)) for c in problem.costs]
+        other = arrange.of_first_rank(solve(dataclasses.replace(problem, costs=costs), seconds=_SEARCH))
+        if other.feasible:
+            other = dataclasses.replace(other, cost=problem.evaluate(other.choice), bound=0.0)
+            found = Found(read_plan(found.formulation, other), found.formulation, other.choice)
+    later = formulate(calls, dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW), mesh, options).problem
+    graph.waits = float(later.evaluate(found.choice) - problem.evaluate(found.choice)) / _MORE_SKEW
+    return found
 
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:

@@ -206,8 +206,8 @@ class Cluster:
         """With these times of ops beside those it has; newer ones win."""
         return replace(self, ops={**self.ops, **ops})
 
-    def stretched(self, computing: float, moving: float) -> Cluster:
-        """Where calls take ``computing`` times as long, and moves between ranks ``moving`` times.
+    def stretched(self, computing: float, moving: float, waiting: float = 0.0) -> Cluster:
+        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, and ranks wait ``waiting`` seconds longer for one another.
 
         >>> c = Cluster().stretched(1.5, 2.0)
         >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), c.compute(1e9, 0) / Cluster().compute(1e9, 0)
@@ -218,7 +218,7 @@ class Cluster:
             self, kernel=self.kernel * computing, flops={k: rate / computing for k, rate in self.flops.items()}, measured=tuple(curves),
             memory_latency=self.memory_latency * computing, memory_bandwidth=self.memory_bandwidth / computing,
             ops={k: (f * computing, b * computing) for k, (f, b) in self.ops.items()},
-            **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message", "skew")},
+            skew=self.skew * moving + waiting, **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message")},
             **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth", "node_stream")},
         )  # fmt: skip
 

@@ -301,7 +301,7 @@ class ProcessComm(MessageComm):
         else:
             out = flat.new_empty(p, n)
             parts = list(out)
-            work = group.alltoall_base(as_bytes(out.view(-1)), as_bytes(flat.expand(p, n).reshape(-1)), [], [])
+            work = group.alltoall_base(as_bytes(out.view(-1)), as_bytes(flat.repeat(p)), [], [])
         return _Told(self, work, flat, parts, op)
 
 

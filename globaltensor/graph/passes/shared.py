@@ -1,4 +1,5 @@
-"""Common boxings shared: what is boxed twice in the same way is boxed once. Its gradient is then the sum of both, and moves once as well."""
+"""Common boxings shared: what is boxed twice in the same way is boxed once. Its gradient is then the sum of both, and moves once as well. So for a split
+parameter that two calls want whole, unless it is to be let go of after each (ZeRO's third stage)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from ...spec import Stored
+from ..steps import Gather
 from .facts import Memory, is_boxing, modes, replace
 
 __all__ = ["share_boxings"]
@@ -19,10 +22,13 @@ def share_boxings(graph: fx.Graph) -> None:
         changed = memory.writes(node)
         if changed:
             seen = {key: first for key, first in seen.items() if memory.of(key[0]) not in changed}
-        if not is_boxing(node):
+        if is_boxing(node):
+            step = node.target
+            key: Any = (node.args[0], step.src, step.dst, step.grad, mode[node])
+        elif isinstance(node.target, Gather) and not isinstance(node.meta["box"][0], Stored):
+            key = (node.args[0], *node.meta["box"], Gather, mode[node])
+        else:
             continue
-        step = node.target
-        key = (node.args[0], step.src, step.dst, step.grad, mode[node])
         first = seen.setdefault(key, node)
         if first is node:
             continue
