@@ -158,7 +158,7 @@ def ways(quick: bool, graph: Callable[[], Any]) -> Iterator[Way]:
     for seed in range(1 if quick else 8):
         batch = (S(0), B)[seed % 2]
         yield Way(f"random layouts {seed}", batch, functools.partial(solved, layouts=lambda calls, mesh, seed=seed: anyhow(calls, mesh, seed)))
-    for seed in range(1 if quick else 8):
+    for seed in range(1 if quick else 12):
         yield Way(f"near the best {seed}", (S(0), B)[seed % 2], functools.partial(solved, noise=0.5 * 2 ** (seed // 2), seed=seed))
 
 
@@ -276,7 +276,7 @@ def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
 
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
-    chosen = options(__doc__.splitlines()[0], steps=16, more=more)
+    chosen = options(__doc__.splitlines()[0], steps=20, more=more)
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
     first = flow.env.get_rank() == 0

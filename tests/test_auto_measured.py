@@ -174,7 +174,7 @@ def test_whole_steps_stretch_the_cluster() -> None:
     assert (launch, kernel, found) == other
     ((steps, (computing, moving, waiting)),) = found
     assert waiting >= 0
-    assert len({round(s.waits) for s in steps}) > 2
+    assert max(s.waits for s in steps) > 0.9
     assert all(abs(s.waits - round(s.waits)) < 0.05 for s in steps)
     assert len(steps) == len(whole._WAYS)
     assert all(s.computing > 0 and s.measured > 0 for s in steps)
