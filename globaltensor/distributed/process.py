@@ -294,10 +294,9 @@ class ProcessComm(MessageComm):
         """All-reduce of few numbers in place: everyone tells everyone theirs."""
         n, p, group = flat.numel(), self.size, self.group
         if p == 2:
-            mine, size = group.rank(), [flat.nbytes]
             parts: list[Tensor] = [flat, torch.empty_like(flat)]
-            some = [0, *size] if mine == 0 else [*size, 0]
-            work = group.alltoall_base(as_bytes(parts[1]), as_bytes(flat), some, some)
+            sizes = [0, flat.nbytes] if group.rank() == 0 else [flat.nbytes, 0]
+            work = group.alltoall_base(as_bytes(parts[1]), as_bytes(flat), sizes, sizes)
         else:
             out = flat.new_empty(p, n)
             parts = list(out)
