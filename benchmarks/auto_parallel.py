@@ -183,11 +183,12 @@ class Step(flow.nn.Graph):
 
 
 class Measured(NamedTuple):
-    """A way's step time, in seconds."""
+    """A way's step time, in seconds. ``halves``: measured in every other round, and in those between."""
 
     name: str
     foretold: float
     measured: float
+    halves: tuple[float, float]
 
 
 def yardstick(case: Case) -> Callable[[], float]:
@@ -239,7 +240,9 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
     steps[YARDSTICK] = yardstick(case)
     # Some steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
     seconds = at_one_pace(interleave(steps, rounds, calls=4, warm_up=1, again=2))
-    return [Measured(name, foretold[name], statistics.median(seconds[same[name]])) for name in foretold], statistics.median(seconds[YARDSTICK])
+    median = statistics.median
+    found = [(name, seconds[same[name]]) for name in foretold]
+    return [Measured(name, foretold[name], median(took), (median(took[::2]), median(took[1::2] or took))) for name, took in found], median(seconds[YARDSTICK])
 
 
 def at_one_pace(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -262,7 +265,8 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
     """What is told of a model. The plan that the search would choose is the one that it foretells the least for. ``slower``: the yardstick's time among the
-    plans as a multiple of that while calibrating."""
+    plans as a multiple of that while calibrating. "of two halves": how far what was measured in half of the rounds ranks the plans as the other half does; no
+    foretelling ranks them much better than that."""
     found = min((m for m in all_ if m.name.startswith("found")), key=lambda m: m.foretold)
     best, data = min(all_, key=lambda m: m.measured), next(m for m in all_ if m.name == "data")
     error, even = (statistics.median(abs(m.foretold * by - m.measured) / m.measured for m in all_) for by in (1.0, slower))
@@ -270,6 +274,7 @@ def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
         "case": name, "unit": "ms", "data": round(data.measured * 1e3, 3), "ours": round(found.measured * 1e3, 3), "best": round(best.measured * 1e3, 3),
         "plans": len(all_), "median error": f"{error:.1%}", "at equal pace": f"{even:.1%}", "pace": f"{slower:.2f}",
         "rank correlation": f"{correlation([m.foretold for m in all_], [m.measured for m in all_]):.3f}",
+        "of two halves": f"{correlation([m.halves[0] for m in all_], [m.halves[1] for m in all_]):.3f}",
         "regret": f"{found.measured / best.measured - 1:.1%}", "chosen": found.name,
     }  # fmt: skip
 
