@@ -28,7 +28,7 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
 from globaltensor.rules import attention as rule_of_attention
-from globaltensor.rules import ring
+from globaltensor.rules import ring, scores
 from globaltensor.rules.ring import paired
 from globaltensor.rules.scores import _together, _visible, block, block_backward, members
 
@@ -513,6 +513,7 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: py
     """Shapes and types only, on stand-ins: tests/test_gpu.py has the numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(scores, "_trusted", lambda *key: True)
     with _torch.fake_tensors():
         q = torch.empty(2, 3, 4, 7, 16, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.empty(2, 3, 1 if common else 4, 12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -523,6 +524,24 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: py
         assert [(g.shape, g.dtype) for g in found] == [(t.shape, t.dtype) for t in (q, k, v)]
         assert of_mask is None
         assert not _torch.has_flash_attention(*(t.float() for t in (q, k, v))), "which has no such kernel"
+
+
+def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, kernel, backward = (torch.device("cpu"), torch.float32, 16), _torch.flash_attention, _torch.flash_attention_backward
+    tried = scores._trusted.__wrapped__
+    assert tried(*key)
+    with _torch.fake_tensors():
+        assert tried(*key), "while a graph is captured, too"
+    for name, other in (
+        ("flash_attention", lambda *args: (kernel(*args)[0], kernel(*args)[1] / math.log(2))),
+        ("flash_attention", lambda q, k, v, causal, scale: kernel(q, k, v, False, scale)),
+        ("flash_attention_backward", lambda *args: tuple(2 * g for g in backward(*args))),
+        ("flash_attention_backward", lambda grad: grad),  # it wants other arguments
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(_torch, name, other)
+            with pytest.warns(UserWarning, match="flash attention for torch.float32 on cpu does not give what is known"):
+                assert not tried(*key)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the setting

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -80,7 +81,34 @@ def _fitted(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether torch's kernel, which holds no scores, can do it."""
-    return mask is None and _torch.has_flash_attention(q, k, v)
+    return mask is None and _torch.has_flash_attention(q, k, v) and (q.device.type == "cpu" or _trusted(q.device, q.dtype, q.shape[-1]))
+
+
+@lru_cache(maxsize=64)
+def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel gives on this device what ordinary functions give, tried once on few rows: it is a private one, which each device has its own of."""
+    source, scale = torch.Generator().manual_seed(0), width**-0.5
+    try:
+        with torch.no_grad(), _torch.without_function_modes(), _torch.real_tensors():
+            q, k, v, grad = (torch.randn(1, 1, h, 16, width, generator=source).to(device, dtype) for h in (2, 1, 1, 2))
+            every = torch.ones(16, 16, dtype=torch.bool, device=device)  # a mask that hides nothing: the other way
+            good = True
+            for square in (False, True):
+                out, total = block(q, k, v, every, square, scale)
+                *found, _ = block_backward(grad, q, k, v, every, out, total, square, scale, False)
+                given = _kernel(q, k, v, square, scale), _kernel_backward(grad, q, k, v, out.to(dtype), total, square, scale)
+                good &= all(_near(a, b) for a, b in zip((*given[0], *given[1]), (out, total, *found), strict=True))
+    except (RuntimeError, TypeError, AttributeError, ValueError):
+        good = False
+    if not good:
+        told = "ring attention computes scores in tables there, which takes more memory and time"
+        warnings.warn(f"torch's flash attention for {dtype} on {device} does not give what is known of it; {told}", stacklevel=2)
+    return good
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """Alike but for rounding in half precision."""
+    return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 0.05 * (1.0 + b.float().abs().max()))
 
 
 def _in_common(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -110,12 +138,27 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, square: bool, scale: floa
     return scores
 
 
+def _kernel(q: Tensor, k: Tensor, v: Tensor, square: bool, scale: float) -> tuple[Tensor, Tensor]:
+    lead = shared(q, k, v)
+    out, total = _torch.flash_attention(*_as_heads(q, k, v), square, scale)
+    return out.reshape(*lead, *out.shape[-2:]), total.reshape(*lead, q.shape[-2], 1)
+
+
+def _kernel_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, square: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    lead = tuple(out.shape[:-2])
+    qh, kh, vh, g, o, t = _as_heads(q, k, v, grad, out, total)
+    found = _torch.flash_attention_backward(g, qh, kh, vh, o, t.squeeze(-1), square, scale)
+    fewer = kh.shape[1] != qh.shape[1]
+    shaped = [g.reshape(*(t.shape[:-2] if fewer else lead), *g.shape[-2:]) for g, t in zip(found, (q, k, v), strict=True)]
+    return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape)
+
+
 def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, square: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp [..., n, 1]) of some rows and some keys; -inf where a row sees no key."""
     if _by_kernel(q, k, v, mask):
-        lead = shared(q, k, v)
-        out, total = _torch.flash_attention(*_as_heads(q, k, v), square, scale)
-        return out.reshape(*lead, *out.shape[-2:]), total.reshape(*lead, q.shape[-2], 1)
+        return _kernel(q, k, v, square, scale)
     q, k, v = (wide(t) for t in (q, k, v))
     scores = _scores(q, k, mask, square, scale)
     top = scores.amax(-1, keepdim=True)
@@ -129,13 +172,8 @@ def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, square: bool, scale: float, of_mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the mask; ``out`` and ``total`` are those of all keys."""
-    lead = tuple(out.shape[:-2])
     if _by_kernel(q, k, v, mask):
-        qh, kh, vh, g, o, t = _as_heads(q, k, v, grad, out, total)
-        found = _torch.flash_attention_backward(g, qh, kh, vh, o, t.squeeze(-1), square, scale)
-        fewer = kh.shape[1] != qh.shape[1]
-        shaped = [g.reshape(*(t.shape[:-2] if fewer else lead), *g.shape[-2:]) for g, t in zip(found, (q, k, v), strict=True)]
-        return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape), None
+        return (*_kernel_backward(grad, q, k, v, out, total, square, scale), None)
     shapes = q.shape, k.shape, v.shape
     grad, q, k, v, out = (wide(t) for t in (grad, q, k, v, out))
     # A row that sees no key has no share in anything.
