@@ -92,9 +92,9 @@ class Changes:
         return (Kind(Change("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
 
     def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], leaf: bool | None = None) -> Kind:
-        numbers, seconds = self.f.prices.table(value.shape, value.dtype, [src, dst])
-        forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
         prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
+        numbers, seconds = prices.table(value.shape, value.dtype, [src, dst])
+        forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
         if own:
             forward = float(prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
         if self.f.calls.training and value.grad:

@@ -276,20 +276,13 @@ class _Builder:
         return self._once(key, lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
-        numbers, seconds = self.prices.table(value.shape, value.dtype, [*layouts, *wanted])
+        graded = self.calls.training and value.grad
         if value.state == "parameter":
             there = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
-        else:
-            there = seconds[np.ix_([numbers[x] for x in layouts], [numbers[x] for x in wanted])]
-        there = there + self.options.wait * (there > 0)
-        if not (self.calls.training and value.grad):
-            return np.asarray(there)
-        if value.state == "parameter":
             # A leaf keeps its gradient as it lies itself. What brings it there runs beside computing, and what brings the leaf to a call does not.
-            back = self.prices.gradients(value.shape, value.dtype, wanted, layouts).T
-            return np.asarray(there + self.seen * back)
-        back = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in layouts])].T
-        return np.asarray(there + back + self.options.wait * (back > 0))
+            back = self.seen * self.prices.gradients(value.shape, value.dtype, wanted, layouts).T if graded else 0.0
+            return np.asarray(there + self.options.wait * (there > 0) + back)
+        return self._onwards(value, layouts, wanted)
 
     def _kept_cost(self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]]) -> Array:
         made = list(dict.fromkeys(x for x, _ in pairs))
