@@ -270,7 +270,7 @@ while time.monotonic() < until and not all(map(begun, network.hosts)):
 print(*[os.readlink(f"/proc/{begun(host)[0]}/ns/net") for host in network.hosts], flush=True)
 time.sleep(300)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}  # who is killed leaves files behind
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         spaces = process.stdout.readline().split()

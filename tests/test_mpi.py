@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from support.mpi import needs_mpi, run_by_mpi
 from support.pool import RanksFailed
 
 import globaltensor as flow
-from globaltensor.distributed.mpi import work
+from globaltensor.distributed.mpi import collectives, work
 from globaltensor.errors import WorldError
 
 pytestmark = needs_mpi
@@ -143,6 +144,30 @@ def test_large_reductions() -> None:
 
 def test_large_reductions_among_four() -> None:
     run_by_mpi(4, _large, (0, 1, 2, 3))
+
+
+def _in_pieces(ranks: tuple[int, ...]) -> None:
+    """Chunks of a few pieces of 60 elements or so, and of many; some that most ranks have nothing of."""
+    me = flow.env.get_rank()
+    if me not in ranks:
+        return
+    group, place, size = _group(ranks), ranks.index(me), len(ranks)
+    with mock.patch.multiple(collectives, EAGER=0, _SMALL=0, _CACHED=512 * (size - 1)), mock.patch.object(collectives.Scratch, "_spare", []):
+        for n in (0, 1, size, 63 * size, 64 * size, 65 * size, 192 * size - 1, 193 * size + 1, 1000 * size + 1):
+            parts = [torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in ranks]
+            x, total = parts[place].clone(), functools.reduce(torch.add, parts)
+            dist.all_reduce(x, group=group)
+            _same(x, total, f"all_reduce of {n}")
+            for sizes in ([n, *[0] * (size - 1)], [2 * n + 5, *[n] * (size - 1)], [n] * size):
+                whole = [torch.randn(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in ranks]
+                out = torch.full((sizes[place],), -1.0, dtype=torch.float64)
+                dist.reduce_scatter(out, list(whole[place].split(sizes)), group=group)
+                _same(out, functools.reduce(torch.add, whole).split(sizes)[place], f"reduce_scatter of {sizes}")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 3)])
+def test_reductions_in_many_pieces(ranks: tuple[int, ...]) -> None:
+    run_by_mpi(ranks[-1] + 1, _in_pieces, ranks)
 
 
 def _scaled() -> None:
@@ -394,21 +419,22 @@ def test_monitored_barrier() -> None:
     assert "monitored_barrier: timed out after 1 s: nothing has come from rank 1" in run_by_mpi(2, _monitored, 1)[0]
 
 
-def _other_sizes(n: int) -> str:
+def _other_sizes(n: int, more: int) -> str:
     me = flow.env.get_rank()
     with pytest.raises(WorldError) as caught:
-        dist.all_reduce(torch.ones(n + me))
+        dist.all_reduce(torch.ones(n + more * me))
     x = torch.ones(2)
     dist.all_reduce(x)
     assert x.tolist() == [2, 2], "the group cannot be used any more"
     return str(caught.value)
 
 
-@pytest.mark.parametrize("n", [3, 300_000])
-def test_ranks_that_give_other_sizes_are_told(n: int) -> None:
-    one, other = run_by_mpi(2, _other_sizes, n)
+@pytest.mark.parametrize(("n", "more"), [(3, 1), (300_000, 1), (1 << 21, 1 << 21), (1 << 22, 1 << 22), (5 << 20, 1)])
+def test_ranks_that_give_other_sizes_are_told(n: int, more: int) -> None:
+    """Sizes that are made of whole pieces too."""
+    one, other = run_by_mpi(2, _other_sizes, n, more)
     assert f"all_reduce of float32 [{n}]: rank 1 sent" in one or "gave up" in one
-    assert f"all_reduce of float32 [{n + 1}]: rank 0 sent" in other or "gave up" in other
+    assert f"all_reduce of float32 [{n + more}]: rank 0 sent" in other or "gave up" in other
 
 
 def _late() -> str:

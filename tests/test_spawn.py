@@ -338,7 +338,8 @@ flow.run(work)
 @pytest.mark.parametrize(("number", "deaf"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
 def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, mark: Path) -> None:
     command = [sys.executable, "-", *(["deaf"] if deaf else [])]  # read from stdin there is no file that could be imported again
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=mark) as process:
+    around = {**os.environ, "TMPDIR": str(mark)}  # who is killed leaves files behind
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=mark, env=around) as process:
         assert process.stdin is not None
         assert process.stderr is not None
         process.stdin.write(SLEEPS.encode())

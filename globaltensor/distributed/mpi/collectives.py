@@ -154,7 +154,7 @@ def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reducti
 def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
     """Each rank reduces its share, a piece in a round, and gives the piece to all in the next round, while it is still in the cache."""
     chunks, others = _chunks(t, team.size), _others(team)
-    mine, length = chunks[team.index], _piece(t, team.size)
+    mine, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
     memory = Scratch(t, team.size - 1, min(length, mine.numel()))
     for at in range(0, chunks[0].numel() + length, length):
         here, piece, done = Round(team, tag), slice(at, at + length), slice(max(0, at - length), at)
@@ -201,11 +201,12 @@ def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, 
     if team.size == 1:
         fold([mine], out.view(-1))
         return
-    length = _piece(mine, team.size)
-    memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
     flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
+    longest = max(chunk.numel() for chunk in flat)
+    length = _piece(mine, team.size, longest)
+    memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
     # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
-    for at in range(0, max(1, *(chunk.numel() for chunk in flat)), length):
+    for at in range(0, max(1, longest), length):
         here, rows = Round(team, tag), iter(memory.rows)
         for other in _others(team):
             if at < max(1, flat[other].numel()):
@@ -260,9 +261,13 @@ class Scratch:
             self._spare.append(self._bytes)
 
 
-def _piece(t: Tensor, size: int) -> int:
-    """Number of elements of each rank that are reduced at once."""
-    return max(1, _CACHED // (t.itemsize * (size - 1)))
+def _piece(t: Tensor, size: int, chunk: int) -> int:
+    """Number of elements of each rank that are reduced at once, of the longest ``chunk`` elements.
+
+    As many fewer than memory is kept for as there would be pieces: ranks that give different sizes, each of whole pieces, have pieces that differ.
+    """
+    most = max(1, _CACHED // (t.itemsize * (size - 1)))
+    return max(1, most - -(-chunk // most))
 
 
 def _send(here: Round, t: Tensor, other: int) -> None:

@@ -64,6 +64,12 @@ def receive(team: Team, message: MPI.Message, status: MPI.Status, at: int, want:
     raise WorldError(f"rank {team.names[source]} sent {got} bytes where {want} are expected: the ranks give tensors of different sizes, or do different things")
 
 
+def _settled(t: Tensor) -> None:
+    """Wait for kernels that are queued: MPI knows nothing of those that write what is sent, or read what was where something comes."""
+    if t.is_cuda:
+        torch.cuda.current_stream(t.device).synchronize()
+
+
 class Round:
     """Messages with one tag among a team. Tensors must be contiguous; they are left alone until the round is finished.
 
@@ -89,14 +95,14 @@ class Round:
     def send(self, t: Tensor, to: int) -> None:
         """Start sending to the rank at this index of the team."""
         team = self._team
-        if t.is_cuda:
-            torch.cuda.current_stream(t.device).synchronize()  # MPI knows nothing of kernels that are queued
+        _settled(t)
         self._kept.append(t)
         for at, nbytes in pieces(t):
             self._requests.append(team.comm.Isend(team.memory(at, nbytes), team.members[to], self._tag))
 
     def receive(self, t: Tensor, source: int) -> None:
         """Take what comes from the rank at this index of the team."""
+        _settled(t)
         self._kept.append(t)
         for at, nbytes in pieces(t):
             self._arriving.append((source, at, nbytes))
@@ -129,6 +135,14 @@ class Round:
     def awaited(self) -> list[int]:
         """The ranks, by their names, whose messages have not come yet."""
         return sorted({self._team.names[entry[0]] for entry in self._arriving})
+
+    def left(self) -> list[int]:
+        """The ranks, by their names, that have abandoned it, and will not receive what they were sent. Empty messages are not waited for that long."""
+        team, status, empty = self._team, self._status, []
+        for i, member in enumerate(team.members) if self._shared and not self._arriving else ():
+            if i != team.index and team.comm.Iprobe(member, self._tag, status) and status.Get_count(team.library.api.BYTE) == 0:
+                empty.append(team.names[i])
+        return empty
 
     def abandon(self) -> None:
         """Nobody waits for it any more. The others are told: a message of no bytes comes after what was sent before."""
@@ -218,6 +232,10 @@ class Letter:
         """As for a round."""
         names = self._inbox.team.names
         return [] if not self._pieces else [n for n in names if n != names[self._inbox.team.index]] if self.source is None else [names[self.source]]
+
+    def left(self) -> list[int]:
+        """As for a round; of single messages nobody is told."""
+        return []
 
     def abandon(self) -> None:
         """Nobody waits for it any more."""

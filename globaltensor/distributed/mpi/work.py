@@ -52,6 +52,9 @@ class Step(Protocol):
     def moving(self) -> bool:
         """Whether messages are on their way, as far as this rank can know: all that it receives have come."""
 
+    def left(self) -> list[int]:
+        """The ranks that gave it up, where only they are waited for."""
+
     def abandon(self) -> None: ...
 
 
@@ -170,9 +173,10 @@ class Operation(dist.Work):
                 return
             awaited = self._step.awaited() if self._step is not None else []
             missing = f"nothing has come from {_ranks(awaited)}" if awaited else "not all that was sent has been received"
-            gone = self._group.library.gone(awaited)
-            if gone:
+            if gone := self._group.library.gone(awaited):
                 self._fail(f"{_ranks(gone)} left; {missing}")
+            elif left := self._step.left() if self._step is not None else []:
+                self._fail(f"{_ranks(left)} gave up (its own error says why); {missing}")
             elif waited > allowed:
                 self._fail(f"timed out after {allowed:g} s: {missing}")
 
