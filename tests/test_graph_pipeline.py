@@ -191,7 +191,24 @@ class Branches(nn.Module):
         return self.decoder(self.encoder(x), x.flip(0))  # type: ignore[no-any-return]
 
 
+class Again(nn.Module):
+    """The same blocks, and one of them under two names, several times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.last = self.h[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for block in self.h:
+                x = x + block(x)
+        return self.last(x) + self.h[1](x)  # type: ignore[no-any-return]
+
+
 CUTS = {
+    "again": (Again, ["h.1"], [[0], [1]]),
+    "again-uneven": (Again, ["h.1"], [[0, 1], [2]]),
     "tied": (Tied, ["h.1"], [[0], [1]]),
     "tied-uneven": (Tied, ["h.1"], [[0, 1], [2]]),
     "tied-evenly-cut": (Tied, None, [[0], [1]]),

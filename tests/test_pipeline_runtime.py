@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -415,6 +416,21 @@ def test_spans_are_in_order() -> None:
         return [s.action for s in pipeline.spans] == list(rows) and times == sorted(times) and {s.lane for s in pipeline.spans} == {world().rank}
 
     assert simulate(2, run) == [True, True]
+
+
+def test_between_spans_a_rank_waits_for_messages_and_does_nothing_else() -> None:
+    """What needs no message begins where the action before it ended."""
+    c = case([0], [1], name="zb-h1")
+
+    def run() -> list[tuple[str, bool]]:
+        pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros), trace=True)
+        pipeline.run(inputs)
+        return [(after.action.kind, after.start == before.end) for before, after in itertools.pairwise(pipeline.spans)]
+
+    for rank, found in enumerate(simulate(2, run)):
+        alone = "FW" if rank == 0 else "IW"  # the first rank gets gradients, the last activations
+        assert all(at_once for kind, at_once in found if kind in alone)
+        assert {kind for kind, _ in found} == {"F", "I", "W"}
 
 
 def test_weights_wait_until_the_schedule_says() -> None:

@@ -64,7 +64,7 @@ class Pipeline:
         self._wanted = {k: None if outputs is None else frozenset(outputs.get(k, ())) for k in self.stages}
         self._taken = {k: frozenset(e.output for e in edges if e.source == k) for k in self.stages}
         self._devices = {placements[k].type for k in self.stages} - {"cpu", "meta"}
-        self._failed = ""
+        self._failed, self._mark = "", 0.0
 
     def run(self, inputs: Inputs | None = None, loss_scale: float = 1.0) -> dict[int, list[tuple[Tensor | None, ...]]]:
         """Run all micro-batches once -> by stage of this rank and micro-batch, its outputs (detached; None for those not asked for).
@@ -83,6 +83,7 @@ class Pipeline:
         try:
             with no_sync() if self.schedule.trains else contextlib.nullcontext():
                 self._transfer.begin()
+                self._mark = self._clock() if self.trace else 0.0
                 for action in self._row:
                     if action.kind == "F":
                         found[action.stage][action.micro] = self._forward(action, inputs or {})
@@ -101,7 +102,7 @@ class Pipeline:
         _, stage, micro = action
         routes = self._into[stage]
         given = [inputs[stage][micro][i] if route is None else self._transfer.receive(route, micro) for i, route in enumerate(routes)]
-        start = self._now()
+        start = self._start()
         self._transfer.go_on()
         outputs = self.stages[stage].forward(micro, given, self.schedule.trains, stage in self._split)
         del given
@@ -121,7 +122,7 @@ class Pipeline:
         kind, number, micro = action
         stage = self.stages[number]
         if kind == "W":
-            start = self._now()
+            start = self._start()
             stage.backward_weight(micro)
             self._transfer.collect()
             self._done(action, start)
@@ -131,7 +132,7 @@ class Pipeline:
             grad = self._transfer.receive(route, micro)
             output = route.edge.output
             grads[output] = grads[output].add_(grad) if output in grads else grad
-        start = self._now()
+        start = self._start()
         self._transfer.go_on()
         found = (stage.backward if kind == "B" else stage.backward_input)(micro, grads, loss_scale)
         grads.clear()
@@ -152,8 +153,13 @@ class Pipeline:
         spec = route.edge.dst
         return box(grad, spec.dual(), spec, why=f"gradient of input {route.edge.input} of stage {route.edge.target}")
 
-    def _now(self) -> float:
-        return self._clock() if self.trace else 0.0
+    def _start(self) -> float:
+        """When an action began, for a trace: as soon as what it needs had come. On the host that is when the one before it ended, and what was waited since;
+        a device waits by itself."""
+        waited, self._transfer.waited = self._transfer.waited, 0.0
+        if not self.trace:
+            return 0.0
+        return self._clock() if self._devices else self._mark + waited
 
     def _clock(self) -> float:
         # What is queued on a device has no time of its own: a trace waits for it.
@@ -163,7 +169,8 @@ class Pipeline:
 
     def _done(self, action: Action, start: float) -> None:
         if self.trace:
-            self.spans.append(Span(self._lane, action, start, self._clock()))
+            self._mark = self._clock()
+            self.spans.append(Span(self._lane, action, start, self._mark))
 
 
 def _check(stages: Mapping[int, Stage], placements: Sequence[Placement], edges: Sequence[Edge], schedule: Schedule, credits: int, rank: int) -> None:

@@ -7,6 +7,7 @@ in which the sender's row of the schedule makes them; both sides work it out, so
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -134,7 +135,8 @@ class _Intake:
 
 
 class Transfer:
-    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how many idle buffers of it are kept.
+    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how many idle buffers of it are kept. ``waited``: seconds for
+    which `receive` waited for messages; whoever reads it may set it back.
 
     A run begins with `begin`, ends with `finish`; between them each value is sent and received once, in any order that the schedule allows.
     """
@@ -151,6 +153,7 @@ class Transfer:
         self._pools: dict[Route, _Pool] = {route: _Pool(credits) for route in self.routes}
         self._arrivals: dict[tuple[Route, int], _Arrival] = {}
         self._sent: list[tuple[Message, Route, int, int]] = []
+        self.waited = 0.0
         self._intakes: dict[tuple[int, str], _Intake] = {}
         for route, micro, who in self._expected(schedule, lanes):
             self._intakes.setdefault((who, _wire(route)), _Intake(who)).add(route, micro)
@@ -229,10 +232,12 @@ class Transfer:
         arrival = self._arrival(route, micro)
         del self._arrivals[route, micro]
         for who, piece in arrival.pieces.items():
+            began = time.perf_counter()
             try:
                 piece.message.wait()
             except WorldError as error:
                 raise WorldError(self._lost(route, micro, who, error)) from error
+            self.waited += time.perf_counter() - began
             if piece.flat is not None:
                 arrival.out[piece.into] = piece.flat.view([s.stop - s.start for s in piece.into])
         for intake in intakes:
