@@ -18,7 +18,7 @@ from globaltensor.auto import calibration, whole
 from globaltensor.auto.calibration import _affordable, _batches, ops_of
 from globaltensor.auto.calls import Calls
 from globaltensor.auto.candidates import Candidates, Menu
-from globaltensor.auto.formulate import bucket_of
+from globaltensor.auto.formulate import Options, bucket_of, updating
 from globaltensor.auto.measured import op_key, parts
 from globaltensor.auto.prices import Prices
 from globaltensor.auto.trace import calls_of_model
@@ -172,8 +172,10 @@ def test_whole_steps_stretch_the_cluster() -> None:
     """What is fitted to the steps of plans that compute and move unlike much, the same on every rank; the model stays as it was."""
     (launch, kernel, found), other = run_on(2, whole_steps, True)
     assert (launch, kernel, found) == other
-    ((steps, (computing, moving, waiting)),) = found
+    ((steps, (computing, moving, waiting, held)),) = found
     assert waiting >= 0
+    assert held > 0
+    assert all(s.updating > 0 for s in steps)
     assert max(s.waits for s in steps) > 0.9
     assert all(abs(s.waits - round(s.waits)) < 0.05 for s in steps)
     assert len(steps) == len(whole._WAYS)
@@ -218,14 +220,15 @@ def test_a_model_whose_steps_fail_is_calibrated_by_its_calls() -> None:
 
 @pytest.mark.parametrize(("computing", "moving", "waiting"), [(1.3, 1.7, 0.0), (0.6, 2.0, 0.02), (2.0, 1.0, 0.01)])
 def test_factors_are_found_again(computing: float, moving: float, waiting: float) -> None:
-    draw = np.random.default_rng(0)
-    counts = draw.integers(0, 40, 7)
-    steps = [whole.Step(c, m, computing * c + moving * m + waiting * n, n) for (c, m), n in zip(draw.uniform(0.1, 2.0, size=(7, 2)), counts, strict=True)]
+    draw, held = np.random.default_rng(0), 2.5
+    counts, drawn = draw.integers(0, 40, 20), draw.uniform(0.1, 2.0, size=(20, 3))
+    steps = [whole.Step(c, m, computing * c + moving * m + waiting * n + held * u, n, u) for (c, m, u), n in zip(drawn, counts, strict=True)]
     found = whole.factors(steps)
     assert found[:2] == pytest.approx((computing, moving), rel=0.12)
     assert found[2] == pytest.approx(waiting, rel=0.12, abs=3e-3)
-    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5, 0.0), rel=0.02)  # nothing moved: nothing says otherwise
-    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0)
+    assert found[3] == pytest.approx(held, rel=0.12)
+    assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5, 0.0, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
+    assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0)
     shorter = [whole.Step(1.0, 1.0, 2.0), whole.Step(1.0, 1.0, 1.9, waits=30), whole.Step(1.0, 0.1, 1.1)]
     assert whole.factors(shorter)[2] == 0.0  # nobody waits for less than nothing
 
@@ -241,6 +244,9 @@ def test_stretched_times(cluster: Cluster) -> None:
     assert cluster.with_ops({"a": (1.0, 2.0)}).stretched(1.5, 9.0).op("a") == (1.5, 3.0)
     assert cluster.stretched(1.0, 1.0) == cluster
     assert cluster.stretched(1.0, 2.0, 3e-4).skew == 2.0 * cluster.skew + 3e-4
+    assert cluster.stretched(2.0, 1.0, 0.0, 3.0).updating == 1.5 * cluster.updating
+    once, later = (updating(c, 1 << 20, Options(), torch.float32) for c in (cluster, cluster.stretched(2.0, 1.0, 0.0, 3.0)))
+    assert later == pytest.approx(3 * once)
 
 
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:

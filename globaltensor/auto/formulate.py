@@ -96,7 +96,7 @@ class Formulation:
 
 def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> float:
     """Seconds of an optimizer's step on so many bytes of a parameter: it reads and writes them and its state, and reads the gradient."""
-    return cluster.compute(0.0, int(nbytes * (3 + 2 * options.states)), dtype)
+    return cluster.updating * cluster.compute(0.0, int(nbytes * (3 + 2 * options.states)), dtype)
 
 
 def hidden(cluster: Cluster, options: Options) -> float:

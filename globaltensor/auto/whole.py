@@ -1,8 +1,9 @@
 """Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
 
 In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
-ranks). So a few plans that compute, move and wait unlike much are run on a copy of the model, and three numbers are fitted to what their steps take: by what
-computing and moving are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it. So a few plans that compute, move, wait
+and hold unlike much are run on a copy of the model, and four numbers are fitted to what their steps take: by what computing, moving and the optimizer's step
+are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = ["COPIES", "Step", "factors", "within_steps"]
 _ROW = 4  # steps in a row
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
+_ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
 _LEAST, _MOST = 0.1, 10.0
 _WAIT = 1e-3  # seconds of a wait in which the fit counts
 _MORE_SKEW = 1e-7  # by what of a wait they are counted
@@ -49,12 +51,14 @@ Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of param
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing and moving by the model of the cluster, and measured. ``waits``: how many moves it cannot go on without."""
+    """Seconds of one plan's step: of computing, moving and the optimizer by the model of the cluster, and measured. ``waits``: how many moves it cannot go on
+    without."""
 
     computing: float
     moving: float
     measured: float
     waits: float = 0.0
+    updating: float = 0.0
 
 
 def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
@@ -65,22 +69,23 @@ def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     return cluster.stretched(*factors(steps)) if steps else cluster
 
 
-def factors(steps: Sequence[Step]) -> tuple[float, float, float]:
-    """By what computing and moving have to be multiplied, and how many seconds each wait has to be longer, to come nearest to what was measured, in parts of it
-    (least squares). Where the steps do not tell the first two apart they are alike, and where they do not tell of waits these are as long as they were.
+def factors(steps: Sequence[Step]) -> tuple[float, float, float, float]:
+    """By what computing and moving have to be multiplied, how many seconds each wait has to be longer, and by what the optimizer's step has to be multiplied,
+    to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell factors apart they are alike, and where they do not tell
+    of waits these are as long as they were.
 
-    >>> a, b, c = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
-    >>> round(a, 1), round(b, 1), round(c, 3)
-    (1.5, 2.0, 0.006)
+    >>> a, b, c, d = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
+    >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1)
+    (1.5, 2.0, 0.006, 1.5)
     """
-    rows = [[s.computing / s.measured, s.moving / s.measured, _WAIT * s.waits / s.measured] for s in steps]
-    rows += [[_ALIKE, -_ALIKE, 0.0], [0.0, 0.0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
-    wanted = np.array([1.0] * len(steps) + [0.0, 0.0])
+    rows = [[s.computing / s.measured, s.moving / s.measured, s.updating / s.measured, _WAIT * s.waits / s.measured] for s in steps]
+    rows += [[_ALIKE, -_ALIKE, 0.0, 0.0], [_ALIKE_TOO, 0.0, -_ALIKE_TOO, 0.0], [0.0, 0.0, 0.0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
+    wanted = np.array([1.0] * len(steps) + [0.0] * 3)
     found = np.linalg.lstsq(np.array(rows), wanted, rcond=None)[0]
-    if found[2] < 0:
-        found = [*np.linalg.lstsq(np.array(rows)[:, :2], wanted, rcond=None)[0], 0.0]
-    computing, moving = (float(min(max(f, _LEAST), _MOST)) for f in found[:2])
-    return computing, moving, float(found[2]) * _WAIT
+    if found[3] < 0:
+        found = [*np.linalg.lstsq(np.array(rows)[:, :3], wanted, rcond=None)[0], 0.0]
+    computing, moving, updating = (float(min(max(f, _LEAST), _MOST)) for f in found[:3])
+    return computing, moving, float(found[3]) * _WAIT, updating
 
 
 def _recipe(name: str) -> Fixed:
@@ -169,7 +174,7 @@ def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=5)
     times = _timed([(lambda g=g, a=a, k=k: g(*a, **k).item()) for g, a, k, _ in graphs], seconds)  # type: ignore[misc]
-    return [Step(s["computing"] + s["updating"], s["moving"] - s["hidden"], t, g.waits) for (g, *_, s), t in zip(graphs, times, strict=True)]
+    return [Step(s["computing"], s["moving"] - s["hidden"], t, g.waits, s["updating"]) for (g, *_, s), t in zip(graphs, times, strict=True)]
 
 
 def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> Found:

@@ -38,6 +38,7 @@ class Cluster:
 
     ``overlap``: how much slower computing and moving are while both go on, from 1 (not at all) to 2 (as slow as one after the other). ``skew``: seconds that
     ranks which have each computed wait for one another before a move that they cannot go on without; `seconds` leaves it out.
+    ``updating``: by how much longer an optimizer's step takes than reading and writing what it does, a parameter's other costs in a training step included.
     ``ops``: seconds of (forward, backward) of single ops, by keys of whoever measured them. ``memory``: of a device; 0 is unknown, and no limit.
     ``size``: devices there are; 0 is as many as asked for. ``device``: "cpu" or "cuda".
 
@@ -64,6 +65,7 @@ class Cluster:
     saturation: Mapping[str, float] = field(default_factory=lambda: Frozen({}))
     overlap: float = 1.0
     skew: float = 0.0
+    updating: float = 1.0
     name: str = "generic"
     device: str = "cpu"
     size: int = 0
@@ -206,11 +208,12 @@ class Cluster:
         """With these times of ops beside those it has; newer ones win."""
         return replace(self, ops={**self.ops, **ops})
 
-    def stretched(self, computing: float, moving: float, waiting: float = 0.0) -> Cluster:
-        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, and ranks wait ``waiting`` seconds longer for one another.
+    def stretched(self, computing: float, moving: float, waiting: float = 0.0, updating: float | None = None) -> Cluster:
+        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, ranks wait ``waiting`` seconds longer for one another, and
+        optimizers take ``updating`` times as long (None: as calls do).
 
         >>> c = Cluster().stretched(1.5, 2.0)
-        >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), c.compute(1e9, 0) / Cluster().compute(1e9, 0)
+        >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), round(c.compute(1e9, 0) / Cluster().compute(1e9, 0), 9)
         (2.0, 1.5)
         """
         curves = (replace(c, points=tuple((n, s * (computing if c.kind == "copy" else moving)) for n, s in c.points)) for c in self.measured)
@@ -220,6 +223,7 @@ class Cluster:
             ops={k: (f * computing, b * computing) for k, (f, b) in self.ops.items()},
             skew=self.skew * moving + waiting, **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message")},
             **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth", "node_stream")},
+            updating=self.updating * (1.0 if updating is None else updating / computing),
         )  # fmt: skip
 
     @classmethod
@@ -255,6 +259,8 @@ def _check(c: Cluster) -> None:
     for name in ("bandwidth", "memory_bandwidth", "node_bandwidth"):
         if not getattr(c, name) > 0:
             raise ValueError(f"{name}={getattr(c, name)}: must be more than 0 bytes per second")
+    if not 0 < c.updating < math.inf:
+        raise ValueError(f"updating={c.updating}: a factor above 0, 1 where an optimizer takes as long as reading and writing does")
     if not c.flops or not all(rate > 0 for rate in c.flops.values()) or not all(half >= 0 for half in c.saturation.values()):
         raise ValueError(f"flops={c.flops}, saturation={c.saturation}: at least one dtype's rate, above 0, and no saturation below 0")
     if not 1.0 <= c.overlap <= 2.0:
