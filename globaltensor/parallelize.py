@@ -62,7 +62,8 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     - anything that ``module.to_global`` takes as sbp: path patterns ``{"*.q_proj.weight": split(0), "*": broadcast}``, a callable ``(path, tensor) -> sbp``.
 
     Under every plan a module of experts, one with parameters [experts, ., .] and ``forward(hidden_states, top_k_index, top_k_weights)``, runs by `experts`.
-    The local tensors are whole values, the same model on every rank (the first rank's count). Collective.
+    The local tensors are whole values, the same model on every rank (the first rank's count). Of a model on the meta device the parts stay there: then
+    ``model.to_empty(device=...)`` gives each rank memory for its part alone, to be filled by ``reset_parameters`` or ``load_state_dict``. Collective.
     Raises SbpError for an unknown plan, and for "expert" on a model without such modules, PlacementError, and ShapeError where the ranks' models differ.
 
     >>> import torch
@@ -197,6 +198,7 @@ def _expert(model: nn.Module, size: int) -> Recipe:
 def _tensor(model: nn.Module, size: int) -> Recipe:
     experts = _paths_of_experts(model)  # each rank has some of them whole, whatever the model's plan says of their insides
     parts = [part for part in _planned(model) or _structured(model) or _largest(model) if part.path not in experts]
+    parts = [part for part in parts if not _cuts_heads(part, parts, model, size)]
     parts += [_Part(path, 0, module, True) for path, module in experts.items()]
     dims = {part.path: part.dim for part in parts}
     whole = {id(part.module): part.module for part in parts if part.whole}
@@ -268,6 +270,17 @@ def _planned(model: nn.Module) -> list[_Part]:
     taken = {_around(part): part.module.in_features for part in found if not part.column and isinstance(part.module, nn.Linear)}
     several = [part.column and isinstance(part.module, nn.Linear) and part.module.out_features > taken.get(_around(part), math.inf) for part in found]
     return [part._replace(whole=part.whole and not more) for part, more in zip(found, several, strict=True)]
+
+
+def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
+    """Whether a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
+    computes them all, as in Megatron-LM, and nothing moves."""
+    around, layer = _around(part), part.module
+    width = getattr(model.get_submodule(around), "head_dim", None)
+    if not part.column or not isinstance(layer, nn.Linear) or not isinstance(width, int) or not width:
+        return False
+    widest = max(p.module.out_features for p in parts if p.column and isinstance(p.module, nn.Linear) and _around(p) == around)
+    return layer.out_features < widest and layer.out_features % (width * size) != 0
 
 
 def _around(part: _Part) -> str:

@@ -157,15 +157,31 @@ def test_masks(name: str, method: str) -> None:
             checked([*qkv(), mask], [[mine], [other], [other], [layout]], method, (3,))
 
 
+@pytest.mark.parametrize("heads", [3, 2, 1])
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_of_heads(method: str) -> None:
-    q, k, v = x(2, 6, 7, 4), x(2, 3, 7, 4, seed=1), x(2, 3, 7, 4, seed=2)
+def test_groups_of_heads(method: str, heads: int) -> None:
+    q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
     for mine, other in ((S(2), S(2)), (B, S(2)), (S(1), S(2)), (S(2), B)):
         for causal in (False, True):
             checked([q, k, v], [[mine], [other], [other]], method, (3,), is_causal=causal, enable_gqa=True)
         for mask in (x(6, 7, 7), x(2, 1, 7, 7)):
             checked([q, k, v, mask], [[mine], [other], [other], [B]], method, (2,), enable_gqa=True)
     checked([q, k, v], [[S(1), S(2)]] * 3, method, (2, 2), enable_gqa=True)
+
+
+@pytest.mark.parametrize(("heads", "n"), [(1, 3), (2, 3), (3, 2), (2, 6), (1, 4)])
+def test_fewer_heads_of_keys_than_ranks_can_share(heads: int, n: int) -> None:
+    """Ranks that have some heads of queries need no others, and one that has the keys gets no message."""
+    q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
+    for causal in (False, True):
+        sbp, (there, back) = checked([q, k, v], [[S(1)], [B], [B]], "auto", (n,), is_causal=causal, enable_gqa=True)
+        assert (sbp, there, {kind for kind, _ in back}) == (("S(1)",), [], {"all_reduce"}), "gradients of the keys are summed"
+        checked([q, k, v, x(1, 6, 7, 7)], [[S(1)], [B], [B], [S(1)]], "auto", (n,), enable_gqa=True)
+    sbp, (there, _) = checked([q, k, v], [[S(2)]] * 3, "heads", (n,), is_causal=True, enable_gqa=True)
+    assert (sbp, [kind for kind, _ in there]) == (("S(2)",), ["all_to_all", "all_gather", "all_gather", "all_to_all"])
+    checked([q, k, v], [[S(2), S(1)], [S(2), B], [S(2), B]], "auto", (2, n), enable_gqa=True)
+    checked([q, k, v], [[S(1), S(2)], [B, S(2)], [B, S(2)]], "ring", (n, 2), is_causal=True, enable_gqa=True)
+    checked([q, k, v], [[S(1), S(2)], [S(1), S(2)], [S(1), S(2)]], "auto", (n, 2), is_causal=True, enable_gqa=True)
 
 
 def test_other_shapes() -> None:
@@ -441,6 +457,7 @@ def test_what_auto_takes() -> None:
     assert kinds(qkv((1, 3), long, long, 8), 4) == {"exchange"}, "they do not"
     few = [x(1, 8, long, 8), x(1, 1, long, 8), x(1, 1, long, 8)]
     assert kinds(few, 4, enable_gqa=True) == {"exchange"}, "few heads of keys"
+    assert kinds(few, 4, enable_gqa=True, is_causal=True) == {"all_gather", "all_to_all"}, "but a ring would deal the rows out"
     assert kinds(qkv((1, 4), 6, 6, 8), 4) == {"all_gather"}, "short: one round"
 
 

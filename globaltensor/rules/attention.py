@@ -75,11 +75,15 @@ def _describe(
     """Parallel over all but the keys; under a causal mask not over rows either, for a row's mask depends on its place."""
     shapes = [a.shape[:-2] for a in (query, key, value)]
     groups = shapes[0][-1] // max(1, shapes[1][-1]) if enable_gqa and query.ndim > 2 else 1
-    if enable_gqa and groups > 1 and shapes[1][-1] == shapes[2][-1]:
-        # Heads of keys are the factor; each stands for a group of heads of queries.
+    if groups > 1 and shapes[1][-1] == shapes[2][-1]:
         named, lead = align([s[:-1] for s in shapes])
-        named, lead = [(*n, "h") for n in named], (*lead, "h")
-        op.scale = {(query.index, query.ndim - 3): groups, (~0, query.ndim - 3): groups}
+        if _common(query, key, groups):
+            # Heads of queries are the factor; who has some of them has all heads of keys.
+            named, lead = [(*n, name) for n, name in zip(named, ("q", None, None), strict=True)], (*lead, "q")
+        else:
+            # Heads of keys are the factor; each stands for a group of heads of queries.
+            named, lead = [(*n, "h") for n in named], (*lead, "h")
+            op.scale = {(query.index, query.ndim - 3): groups, (~0, query.ndim - 3): groups}
     else:
         named, lead = align(shapes)
     op.set(query, (*named[0], _L, None))
@@ -92,7 +96,32 @@ def _describe(
     op.random = dropout_p > 0
     if not op.random:
         op.linear = [frozenset([value.index])]
+    if lead[-1:] == ("q",):
+        op.local = lambda split: _with_own_heads(split, groups, F.scaled_dot_product_attention)
     op.local = unless_empty(op, F.scaled_dot_product_attention)
+
+
+def _common(query: Arg, key: Arg, groups: int) -> bool:
+    """Whether ranks that share out the heads of queries cannot share out those of keys, which are fewer, as evenly: then all of them have these."""
+    by_heads = _axes(query.spec, query.ndim - 3)
+    ranks = math.prod(query.spec.placement.shape[a] for a in by_heads or _axes(key.spec, key.ndim - 2))
+    whole_groups = by_heads and not any(query.spec.layout[a].unit % groups for a in by_heads)
+    return bool(key.shape[-3] % ranks) and not whole_groups
+
+
+def _with_own_heads(split: Split, groups: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function``, given of all heads of keys and values those of this rank's heads of queries."""
+    if not split.is_split("q"):
+        return function
+    first, n = split.box("q")
+    start, stop = first // groups, -(-(first + n) // groups)
+    even = stop - start <= 1 or not (first % groups or n % groups)  # else heads of keys serve here unequal numbers of heads of queries
+    each = None if even else torch.arange(first, first + n) // groups
+
+    def own(t: Tensor) -> Tensor:
+        return t.narrow(-3, start, stop - start) if each is None else t.index_select(-3, each.to(t.device))
+
+    return lambda query, key, value, *args, **kwargs: function(query, own(key), own(value), *args, **kwargs)
 
 
 def _mask(op: Op, mask: Arg, query: Arg, lead: Dims) -> None:
@@ -225,18 +254,21 @@ class _Call:
         back = Sbp("split", len(self.op.out[0]) - 2, q.unit)
         return [Signature(s.ins, (back,), s.factor) for s in found]
 
-    def _others(self, axis: int, dim: int | None = None) -> int:
-        """Over how many ranks other axes split the keys, or one dim of them."""
-        entries = enumerate(self.key.spec.layout)
-        return math.prod(self.key.spec.placement.shape[a] for a, e in entries if a != axis and e.is_split and dim in (None, e.dim))
+    def _others(self, arg: Arg, axis: int, dim: int | None = None) -> int:
+        """Over how many ranks other axes split an operand, or one dim of it."""
+        entries = enumerate(arg.spec.layout)
+        return math.prod(arg.spec.placement.shape[a] for a, e in entries if a != axis and e.is_split and dim in (None, e.dim))
 
     def _heads_divide(self, axis: int) -> bool:
-        if self.key.ndim < 3 or self.heads is None or self.op.dims[self.key.index][-3] != self.heads:
+        if min(self.key.ndim, self.query.ndim) < 3 or self.heads is None:
             return False
-        return self.key.shape[-3] % (self._others(axis, self.key.ndim - 3) * self.key.spec.placement.shape[axis]) == 0
+        arg = self.query if self.op.dims[self.key.index][-3] is None else self.key
+        if self.op.dims[arg.index][-3] != self.heads:
+            return False
+        return arg.shape[-3] % (self._others(arg, axis, arg.ndim - 3) * arg.spec.placement.shape[axis]) == 0
 
     def _held(self, axis: int) -> int:
-        return (self.key.spec.nbytes + self.value.spec.nbytes) // self._others(axis)
+        return (self.key.spec.nbytes + self.value.spec.nbytes) // self._others(self.key, axis)
 
     # what it costs
 
@@ -263,8 +295,10 @@ class _Call:
         seconds = 0.0
         if ring:
             ranks = placement.fiber(placement.flat[0], ring)
-            each = sum(choice.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value))
-            seconds += _THERE_AND_BACK * (len(ranks) - 1) * cluster.seconds("exchange", each, ranks[:2])
+            query, key, value = (choice.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.query, self.key, self.value))
+            seconds += _THERE_AND_BACK * (len(ranks) - 1) * cluster.seconds("exchange", key + value, ranks[:2])
+            if self._deals(len(ranks)):  # all three there, as many rows of results as of queries back
+                seconds += cluster.seconds("all_to_all", 2 * query + key + value, ranks)
         if merged:
             seconds += cluster.seconds("all_reduce", out.local_numel() * out.dtype.itemsize, placement.fiber(placement.flat[0], merged))
         natural = self._natural(choice.ins, out, choice.factors)
@@ -274,7 +308,10 @@ class _Call:
 
     def local(self, split: Split) -> Callable[..., Any]:
         natural = self._natural(split.ins, split.outs[0], split.factors)
-        run = self._inner(dataclasses.replace(split, outs=(natural,)))
+        within = dataclasses.replace(split, outs=(natural,))
+        run = self._inner(within)
+        if self.heads == "q":
+            run = _with_own_heads(within, self.query.shape[-3] // self.key.shape[-3], run)
         if natural is split.outs[0]:
             return run
         out, why = split.outs[0], "scaled_dot_product_attention: its result"
@@ -291,7 +328,7 @@ class _Call:
         way = self._way(split, ring, merged)
         rounds = (len(way.ring) - 1) * sum(split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value))
         asked = _method.get() == "ring"  # plans are made for each method
-        kind, groups = split.outs[0].dtype, self.op.scale.get((self.query.index, self.query.ndim - 3), 1)
+        kind = split.outs[0].dtype
 
         def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
             if rounds or merged:
@@ -301,7 +338,8 @@ class _Call:
             if attn_mask is not None:
                 attn_mask = attn_mask if attn_mask.dtype is torch.bool else attn_mask.to(kind)
                 attn_mask = attn_mask if attn_mask.ndim > 1 else attn_mask.unsqueeze(0)
-            if groups == 1:
+            groups = query.shape[-3] // key.shape[-3] if min(query.ndim, key.ndim) > 2 and key.shape[-3] > 1 else 1
+            if groups <= 1:  # as many heads of keys, or one that they have in common
                 return attend(query, key, value, attn_mask, way)
             query, key, value = query.unflatten(-3, (key.shape[-3], groups)), key.unsqueeze(-3), value.unsqueeze(-3)
             if attn_mask is not None and attn_mask.ndim > 2:
@@ -309,6 +347,11 @@ class _Call:
             return attend(query, key, value, attn_mask, way).flatten(-4, -3)
 
         return run
+
+    def _deals(self, ranks: int) -> bool:
+        """Whether rows are dealt out in pairs, where the ranks of the ring have all of them."""
+        n = self.query.shape[-2]
+        return self.causal and ranks > 1 and n == self.key.shape[-2] and n // ranks >= _BALANCED
 
     def _stretch(self, ins: tuple[Spec, ...], arg: Arg, rank: int) -> tuple[int, int]:
         offsets, lengths = ins[arg.index].box(rank)
@@ -323,8 +366,8 @@ class _Call:
         holders = sorted(((r, self._stretch(ins, self.key, r)) for r in all_ranks), key=lambda held: (held[1], held[0]))
         scale = 1 / math.sqrt(max(1, self.query.shape[-1])) if self.scale is None else self.scale
         n, p = self.query.shape[-2], len(members)
-        whole = sum(length for _, length in rows) == n == self.key.shape[-2] == sum(length for _, length in keys)
-        dealt = (paired(n, p), paired(n, p)) if self.causal and p > 1 and whole and n // p >= _BALANCED else None
+        whole = sum(length for _, length in rows) == n == sum(length for _, length in keys)
+        dealt = (paired(n, p), paired(n, p)) if whole and self._deals(p) else None
         return Way(members, placement.fiber(rank, merged) if merged else (rank,), rows, keys, tuple(holders), self.causal, scale, dealt)
 
 
