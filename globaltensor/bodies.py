@@ -14,6 +14,9 @@ __all__ = ["FORGOTTEN", "apply_plainly", "body_of", "recalled"]
 #: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13; before `l1_loss` had no weight).
 FORGOTTEN: dict[Any, tuple[str, ...]] = {torch.nn.functional.l1_loss: ("weight",), torch.chain_matmul: ("out",)}
 _DEEPEST = 16  # frames between the function and who it was handed to
+#: torch's initializers by name. While a library makes a model it may put its own in their place (transformers: some that leave loaded weights alone), and
+#: torch's hand on a call under the name that they have at that moment.
+_INITIALIZERS = {name: f for name, f in vars(torch.nn.init).items() if isinstance(f, types.FunctionType) and name.endswith("_")}
 
 
 def recalled(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -34,8 +37,11 @@ def recalled(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def body_of(func: Any) -> Callable[..., Any] | None:
     """A Python function of torch, made to run its own body on global tensors: its inner calls are dispatched one by one."""
-    if not isinstance(func, types.FunctionType) or not (func.__module__ or "").startswith("torch"):
+    if not isinstance(func, types.FunctionType):
         return None
+    if not (func.__module__ or "").startswith("torch"):
+        stands_for = _INITIALIZERS.get(func.__name__)
+        return body_of(stands_for) if stands_for is not None else None
     names = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
     if not names:
         inner = getattr(func, "__wrapped__", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -150,9 +151,11 @@ TASKS = {
 }  # fmt: skip
 
 
+_making = threading.Lock()  # ranks are threads that share torch's generator and its initializers, which transformers changes meanwhile: they copy one model
+
+
 @functools.cache
-def initial(name: str) -> nn.Module:
-    """Ranks are threads that share torch's generator: they copy this."""
+def _initial(name: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = TASKS[name].model().double()
@@ -160,6 +163,11 @@ def initial(name: str) -> nn.Module:
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.05)
     return model
+
+
+def initial(name: str) -> nn.Module:
+    with _making:
+        return _initial(name)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
+from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import SbpError
@@ -185,6 +187,77 @@ def test_several_projections_in_one_are_not_gathered(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_megatron_block_reduces_twice_each_way(family: str) -> None:
     run_on(2, tensor_plan, family)
+
+
+#: The settings that say how many layers a family has, where it is another; layers of an encoder and of a decoder together.
+DEPTHS = {"gpt2": ["n_layer"], "t5": ["num_layers", "num_decoder_layers"], "whisper": ["encoder_layers", "decoder_layers"]}
+
+
+def of_depth(family: str, layers: int) -> nn.Module:
+    name, config, settings, _ = FAMILIES[family]
+    torch.manual_seed(7)
+    depth = dict.fromkeys(DEPTHS.get(family, ["num_hidden_layers"]), layers)
+    return getattr(transformers, name)(getattr(transformers, config)(**{**settings, **depth})).double().train()  # type: ignore[no-any-return]
+
+
+def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], Counter[str]]:
+    """A training step on four ranks -> what the forward and the backward of the tensor plan issue."""
+    placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
+    flow.parallelize(model, placement, "tensor")
+    shared = {key: value.to_global(placement, B) for key, value in batch.items()}  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with comms() as forward:
+        loss = model(**shared).loss
+    with comms() as backward:
+        loss.backward()
+    before = loss.item()
+    with flow.no_boxing():
+        optimizer.step()
+    assert model(**shared).loss.item() < before
+    return Counter(t.kind for t in forward), Counter(t.kind for t in backward)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_on_four_ranks(family: str) -> None:
+    """Two all-reduces each way; an encoder's and a decoder's layer, with attention between them, five. What gives queries, keys and values in one exchanges."""
+    transformers.logging.set_verbosity_error()
+    batch = FAMILIES[family][3](4)
+    (fewer, more) = (simulate(4, one_step, of_depth(family, n), batch)[0] for n in (1, 2))
+    fused = {"gpt2": {"exchange": 1}, "phi3": {"exchange": 4}}.get(family, {})  # phi3: those of both its pairs
+    for one, two in zip(fewer, more, strict=True):
+        assert dict(two - one) == {"all_reduce": 5 if family in ("t5", "whisper") else 2, **fused}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_parallel_forward_on_four_ranks(family: str) -> None:
+    """Up to the loss, whose count of targets is everybody's, nothing moves."""
+    base = build(family)
+    inputs = {key: value for key, value in FAMILIES[family][3](4).items() if key != "labels"}
+    if family in ("t5", "whisper"):
+        inputs["decoder_input_ids"] = text(4)["input_ids"]
+
+    def run() -> None:
+        placement, model = flow.placement("cpu", [0, 1, 2, 3]), copy.deepcopy(base)
+        flow.parallelize(model, placement, "data")
+        model.config.pad_token_id = None  # for which GPT-2 looks through the words, to warn of it
+        shared = {key: value.to_global(placement, B).to_global(sbp=S(0)) for key, value in inputs.items()}  # type: ignore[attr-defined]
+        with flow.no_boxing():
+            model(**shared)
+
+    simulate(4, run)
+
+
+def few_heads(plan: str) -> None:
+    """Two heads of keys and values, four of queries: on four ranks each has one of queries, and all compute those of keys."""
+    one, two = collectives("llama", plan, 1), collectives("llama", plan, 2)
+    wanted = {"tensor": {"all_reduce": 2}, "sequence": {"reduce_scatter": 2, "all_gather": 2}}[plan]
+    for fewer, more in zip(one, two, strict=True):
+        assert {kind: n for kind in set(more) if (n := more.count(kind) - fewer.count(kind))} == wanted, (fewer, more)
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_a_megatron_block_with_fewer_heads_of_keys_than_ranks(plan: str) -> None:
+    run_on(4, few_heads, plan)
 
 
 def data_plan() -> None:

@@ -223,6 +223,30 @@ def test_initialisers_equal_one_device(number: int) -> None:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "constant_", "kaiming_uniform_"])
+def test_an_initialiser_whose_place_another_library_has_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does so while it makes a model; in torch's own, which is called in the end, the name then stands for the other."""
+    own = getattr(nn.init, name)
+
+    def theirs(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(tensor, *args, **kwargs)
+
+    theirs.__name__ = name
+    monkeypatch.setattr(nn.init, name, theirs)
+    args = (3.0,) if name == "constant_" else ()
+    torch.manual_seed(9)
+    want = getattr(nn.init, name)(torch.zeros(16, 12), *args)
+
+    def on_ranks() -> Tensor:
+        w = flow.zeros(16, 12, placement=flow.placement("cpu", [0, 1]), sbp=S0, requires_grad=True)
+        torch.manual_seed(9)
+        getattr(nn.init, name)(w, *args)
+        return torch.from_numpy(w.detach().numpy())
+
+    for got in simulate(2, on_ranks):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 IN_ANOTHER_ORDER: list[Callable[[Any], Any]] = [
     lambda w: w.mT, lambda w: w.transpose(0, 1), lambda w: w.mT * 2, lambda w: w.permute(2, 0, 1), lambda w: w.mT.mT, lambda w: w.movedim(0, -1),
 ]  # fmt: skip
