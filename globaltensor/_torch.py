@@ -16,21 +16,19 @@ import torch
 import torch.distributed
 from torch.multiprocessing import reductions
 
+from .late import when_imported
+
 #: An instance of a tensor subclass with shape, dtype and device but no storage: nothing below the function level can read wrong values from it (1 us).
 make_wrapper = torch.Tensor._make_wrapper_subclass
-
 
 #: Whether autocast is on for any device type: asked at every call, and one question is cheaper than one for each type.
 any_autocast = torch._C._is_any_autocast_enabled
 
-
 #: The kernel by which torch reads a number out of a tensor that stands for one among a function's arguments: ``torch.arange(lengths.max())``.
 READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 
-
 #: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
-
 
 #: (flat, tensors) -> views of a 1-D tensor, one of the shape of each: one call instead of two for each. What torch's own reducers use.
 parts_of = torch._C._nn.unflatten_dense_tensors
@@ -145,10 +143,8 @@ def flash_attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: A
 #: By which nn.TransformerEncoder asks, before it looks at the kind of its tensors, whether a mask admits its fast path of nested tensors.
 admits_nesting = torch._nested_tensor_from_mask_left_aligned
 
-
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
-
 
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
@@ -279,10 +275,8 @@ def _wrap_older_checkpoint_inputs(taken: Any, given: Any) -> None:
 #: Puts the weights of a recurrent layer into one piece of memory, as cuDNN wants them; `nn.RNNBase.flatten_parameters` calls it on a GPU.
 flatten_recurrent_weights = torch._cudnn_rnn_flatten_weight
 
-
 #: What GradScaler calls on the gradients of one device and dtype: it has no public name.
 unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
-
 
 #: Norms of many tensors in one kernel; what clip_grad_norm_ uses.
 foreach_norm = torch._foreach_norm
@@ -437,6 +431,10 @@ def watch_checkpoints(region: Any) -> None:
     reentrant.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
 
 
+#: Whether a parameter may take over what another tensor holds, as its ``.data``: modules that are cast or moved ask so (torch 1.3).
+may_take_data = torch._has_compatible_shallow_copy_type
+
+
 def refresh_weights(module: torch.nn.Module) -> None:
     """A recurrent layer keeps its weights in a list beside its parameters, with weak references by which it knows them: after these were replaced, list and
     references are made anew, as the layer does itself in forward (torch 2.11: `RNNBase._init_flat_weights`)."""
@@ -461,3 +459,42 @@ def wrap_associative_scan(around: Any) -> None:
     with contextlib.suppress(ImportError, AttributeError):
         home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
         home.associative_scan = torch._higher_order_ops.associative_scan = functools.partial(around, home.associative_scan)
+
+
+def wrap_gathered_states(whole: Any) -> None:
+    """Let ``whole(value, ranks)`` stand for each value of a state dict that torch.distributed.checkpoint.state_dict gathers (full_state_dict=True) on these
+    ranks, or on all where there are none. It knows by its class what to gather, and takes any other tensor for a whole one (torch 2.2)."""
+
+    def change(home: Any) -> None:
+        iterate, as_it_is = home._iterate_state_dict, home._identity_func
+
+        def gathering(value: Any, sharded: Any, in_parts: Any, plain: Any, **options: Any) -> Any:
+            value = whole(value, options.get("ranks_only", ())) if plain is as_it_is and in_parts is not as_it_is else value
+            return iterate(value, sharded, in_parts, plain, **options)
+
+        home._iterate_state_dict = gathering
+
+    when_imported("torch.distributed._state_dict_utils", change)
+
+
+def wrap_staged_states(staged: Any) -> None:
+    """Let ``staged(copy, x)`` stand for the copy on the CPU that torch.distributed.checkpoint.async_save makes of a tensor by its storage (torch 2.9)."""
+
+    def change(home: Any) -> None:
+        def offload(self: Any, x: Any, memo: Any, **options: Any) -> Any:
+            return staged(lambda t: original(self, t, memo, **options), x)
+
+        stager = home.StateDictStager  # where the method has gone, nobody calls it
+        original, stager._offload_tensor = getattr(stager, "_offload_tensor", None), offload
+
+    when_imported("torch.distributed.checkpoint._state_dict_stager", change)
+
+
+def wrap_flex_attention(around: Any, refused: Any) -> None:
+    """Let ``around(flex_attention, ...)`` stand for torch's function, which hands itself on to nobody. Who has taken it before calls ``refused(q, k, v)``."""
+
+    def change(home: Any) -> None:
+        original, check = home.flex_attention, home._validate_sdpa_input
+        home.flex_attention = functools.wraps(original)(functools.partial(around, original))
+        home._validate_sdpa_input = lambda *args, **kwargs: refused(*args[:3]) or check(*args, **kwargs)
+    when_imported("torch.nn.attention.flex_attention", change)

@@ -12,6 +12,7 @@ import torch
 from .convert import to_global
 from .creation import as_tensor, check_whole, empty, tensor
 from .dispatch import HANDLERS
+from .errors import LocalTensorError
 from .plans import promote
 from .rules.notation import Op
 from .rules.registry import RULES
@@ -62,9 +63,11 @@ IntTensor, LongTensor = _typed(torch.int32, "IntTensor"), _typed(torch.int64, "L
 
 
 def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
-    if placement is None and sbp is None:
-        return cls._of(*args, **kwargs)
     name = cls.__name__.removeprefix("torch.")
+    if placement is None and sbp is None:
+        if args and isinstance(args[0], GlobalTensor):
+            raise LocalTensorError(f"{name} of a global tensor: x.to_local() is this rank's part, x.detach() all of it; or give placement= and sbp= as well")
+        return cls._of(*args, **kwargs)
     check_whole(name, placement, sbp, kwargs)
     dtype = torch.get_default_dtype() if cls is Tensor else cls.dtype
     if args and not isinstance(args[0], (int, torch.Size)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from . import _torch
 from .distributed.world import placeholder, world
 from .errors import SbpError, WorldError
 from .placement import Placement
@@ -163,8 +164,26 @@ def tensor_shard(self: GlobalTensor, index: Any) -> torch.Tensor:
     return self._local.detach()
 
 
+def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
+    """The whole value, on these ranks, or on all; others get a tensor without elements."""
+    if not isinstance(value, GlobalTensor):
+        return value
+    where = Placement(value.placement.type, list(ranks) or list(range(world().size)))
+    return value.detach().to_global(placement=where, sbp=[broadcast]).to_local()
+
+
+def _staged(copy: Any, x: Any) -> Any:
+    """A copy on the CPU; of a global tensor on the CPUs of the same ranks, part by part."""
+    if not isinstance(x, GlobalTensor):
+        return copy(x)
+    spec = x._spec
+    return GlobalTensor.wrap(copy(x._local.detach()), spec.replace(placement=spec.placement.with_type("cpu")))
+
+
 def install() -> None:
     """The protocol by which torch's checkpoints meet tensors that lie in parts, and the names that `torch.load` may call in a file of weights."""
+    _torch.wrap_gathered_states(_whole)
+    _torch.wrap_staged_states(_staged)
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]

@@ -98,8 +98,7 @@ def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) ->
     A storage is one rank's: raises InplaceError."""
     if not isinstance(source, GlobalTensor) or where or options:
         raise InplaceError(
-            "set_ of a global tensor takes another global tensor: a storage is the memory of one rank's part. Where a state dict is copied into "
-            "storages (torch.distributed.checkpoint.async_save), give copies of your own, or use torch.distributed.checkpoint.save"
+            "set_ of a global tensor takes another global tensor: a storage is the memory of one rank's part. Where that is meant, work on x.to_local()"
         )
     if source.dtype is not self.dtype:
         raise RuntimeError(f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}")

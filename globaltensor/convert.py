@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from .distributed.world import world
-from .errors import PlacementError, ShapeError
+from .errors import GlobalTensorError, PlacementError, SbpError, ShapeError
 from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "gather_specs", "global_id", "to_global", "to_local"]
+__all__ = ["all_ranks", "check_meta_consistency", "check_placement", "device_type", "gather_specs", "global_id", "to_global", "to_local"]
 
 
 @lru_cache(maxsize=64)
@@ -37,6 +37,15 @@ def check_placement(placement: Placement) -> None:
             f"{placement!r} names rank {', '.join(map(str, outside))}, but this world has {size} rank{'s' if size > 1 else ''} (0 to {size - 1}): "
             "start more processes (--nproc_per_node), or use fewer ranks"
         )
+
+
+def device_type(device: Any) -> str:
+    """Which of the devices of its ranks a global tensor is to lie on. Raises GlobalTensorError for one device of many."""
+    device = torch.device(device) if isinstance(device, str) else device
+    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().index(device.type)):
+        kind = getattr(device, "type", "cuda")
+        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
+    return str(device.type)
 
 
 def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> Spec:
@@ -114,7 +123,10 @@ _ids = _Ids()
 
 
 def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **options: Any) -> Any:
-    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``."""
+    """``flow.to_global``: a tensor, or a nest of tuples, lists and dicts with tensors in it. ``sbp`` may be a callable ``(path, tensor) -> sbp``. Raises
+    SbpError of nothing at all (None)."""
+    if x is None:
+        raise SbpError("to_global of None: a rank that has none of the tensors calls utils.global_view.to_global, as the others do; it tells it what they are")
     return _nested(x, lambda path, t: t.to_global(placement, sbp(path, t) if callable(sbp) and not isinstance(sbp, Sbp) else sbp, **options))
 
 

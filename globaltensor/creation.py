@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from . import dispatch, draws
-from .convert import check_placement
+from .convert import check_placement, device_type, to_global
 from .distributed.world import placeholder, world
 from .draws import Fill, draw, filled, part
 from .errors import PlacementError, SbpError
 from .moved import written
 from .placement import Placement
 from .plans import admit_signs, replaced, tensors_in
-from .sbp import Sbp, broadcast, partial_sum
+from .sbp import Sbp, as_layout, broadcast, partial_sum
 from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
@@ -116,6 +116,8 @@ def _randperm(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return draw(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
 
 
+#: Those that take the values themselves.
+_OF_DATA: Final = ("tensor", "as_tensor")
 _WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
 #: name -> how a rank makes its part
 MAKE: Final[dict[str, Make]] = {
@@ -149,7 +151,12 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
     if kwargs.get("device") is not None:
         raise PlacementError(f"{name} got device={kwargs['device']!r} and a placement: the placement says where the tensor lies; leave out device")
     if kwargs.get("out") is not None:
-        raise PlacementError(f"{name} got out= and a placement: the tensor given as out lies somewhere already; leave out one of the two")
+        raise PlacementError(f"{name} got out= and a placement: the tensor given as out lies otherwise already; leave out one of the two")
+
+
+def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
+    """Whether ``placement`` and ``sbp`` only say again how the tensor given as ``out`` lies."""
+    return isinstance(out, GlobalTensor) and out.placement == placement and sbp is not None and out.sbp == as_layout(sbp, out.placement.axes)
 
 
 def _numbers(value: Any) -> Any:
@@ -173,10 +180,8 @@ def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
 
 def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any, sbp: Any) -> GlobalTensor:
     check_whole(name, placement, sbp, kwargs)
-    if name not in ("tensor", "as_tensor", "normal"):
+    if name not in (*_OF_DATA, "normal"):
         args, kwargs = _numbers(args), _numbers(kwargs)
-    elif args and isinstance(args[0], GlobalTensor):
-        raise PlacementError(f"{name} got a global tensor: use x.to_global(placement=..., sbp=...), with .detach().clone() for a copy of its own")
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "out") and v is not None}
     meta = _sized(name, args, kwargs)
     if meta.layout is not torch.strided:
@@ -195,16 +200,31 @@ def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _described(name, args, kwargs)
 
 
+def _of_global(
+    name: str, data: GlobalTensor, dtype: Any = None, device: Any = None, *, requires_grad: bool = False, pin_memory: bool = False, **where: Any
+) -> GlobalTensor:
+    """``tensor`` of a global tensor is a copy that is a leaf, ``as_tensor`` the tensor itself where nothing changes; both stay where it lies unless told."""
+    placement, _ = _placed(name, data, where["placement"], {"device": device})
+    x = to_global(data.detach().clone() if name == "tensor" else data, placement, where["sbp"])
+    x = x if dtype is None else x.to(dtype)
+    x = x.pin_memory() if pin_memory else x
+    return x.requires_grad_() if requires_grad else x  # type: ignore[no-any-return]
+
+
 def _creator(name: str) -> Callable[..., Any]:
     plain = getattr(torch, name)
 
     def create(*args: Any, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None, **kwargs: Any) -> Any:
+        if name in _OF_DATA and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
+            return _of_global(name, *args, placement=placement, sbp=sbp, **kwargs)
         if placement is None and sbp is None:
             placement, sbp = GLOBALLY.get()
-            if placement is None:
+            if placement is None or kwargs.get("out") is not None:
                 return plain(*args, **kwargs)
             if _same_type(kwargs.get("device"), placement):
                 kwargs.pop("device", None)
+        elif _lies_so(kwargs.get("out"), placement, sbp):
+            return plain(*args, **kwargs)
         return make(*args, placement=placement, sbp=sbp, **kwargs)
 
     @functools.partial(visible, name=name, alone=plain)
@@ -250,22 +270,22 @@ LIKES: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_li
 
 
 def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], placement: Any = None, sbp: Any = None) -> GlobalTensor:
-    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they are given."""
+    """A tensor of the shape and dtype of ``x``; a global ``x`` gives placement and sbp, unless they are given, and ``device`` another type of its ranks'."""
     layout: Any = sbp
     if isinstance(x, GlobalTensor):
         if sbp is None and (placement is None or placement.axes == x._spec.placement.axes):
             layout = x._spec.layout
             if any(e.is_partial and e is not partial_sum for e in layout):  # ops leave maxima and norms of parts so; other values cannot all be one
                 layout = tuple([broadcast if e.is_partial else e for e in layout])
-        placement = placement or x._spec.placement
-    check_whole(name, placement, layout, {} if isinstance(x, GlobalTensor) and _same_type(kwargs.get("device"), placement) else kwargs)
+        placement, kwargs = _placed(name, x, placement, kwargs)
+    check_whole(name, placement, layout, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     spec, grad = Spec.make(x.shape, kwargs.get("dtype", x.dtype), placement, layout), kwargs.pop("requires_grad", False)
     if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:
         spec = x._spec.replace(dtype=spec.dtype)  # stored as it is, too
     base = name.removesuffix("_like")
     if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
-        kwargs.pop("device", None)  # torch's own on the part keeps its strides, as optimizers like their state
+        # Torch's own on the part keeps its strides, as optimizers like their state.
         return _wrapped(draws.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
     given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
     return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
@@ -274,6 +294,16 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
 def _same_type(device: Any, placement: Placement) -> bool:
     """Models pass ``device=x.device`` on: that is no second opinion, as long as it is the placement's type."""
     return device is None or torch.device(device).type == placement.type
+
+
+def _placed(name: str, x: GlobalTensor, placement: Placement | None, kwargs: dict[str, Any]) -> tuple[Placement, dict[str, Any]]:
+    """Where what is made like ``x`` lies, and the other arguments. As in ``x.to``, a device alone says its type, the ranks stay."""
+    device = kwargs.get("device")
+    if placement is None:
+        placement = x._spec.placement if device is None else x._spec.placement.with_type(device_type(device))
+    if not _same_type(device, placement):
+        raise PlacementError(f"{name} got device={device!r} and {placement!r}: the placement says where the tensor lies; leave out device")
+    return placement, {k: v for k, v in kwargs.items() if k != "device"}
 
 
 def _like_creator(name: str) -> Callable[..., Any]:
@@ -309,11 +339,10 @@ def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(x, GlobalTensor):
         return getattr(x, name)(*_numbers(args), **_numbers(kwargs))  # type: ignore[no-any-return]
     kwargs = dict(kwargs)
-    placement = kwargs.pop("placement", None) or x._spec.placement
+    placement, kwargs = _placed(name, x, kwargs.pop("placement", None), kwargs)
+    if name == "new_tensor" and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
+        return _of_global("tensor", *args, **{"dtype": x._spec.dtype, "sbp": None, **kwargs}, placement=placement)
     sbp = kwargs.pop("sbp", None) or [broadcast] * placement.axes
-    device = kwargs.pop("device", None)
-    if not _same_type(device, placement):
-        raise PlacementError(f"{name} got device={device!r}, but the tensor lies on {placement!r}: give placement= for another one")
     base = name.removeprefix("new_")
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = x._spec.dtype
@@ -365,7 +394,7 @@ def _handler(make: Callable[..., GlobalTensor], name: str) -> Handler:
 
 #: Called by the dispatcher: torch function -> handler(func, args, kwargs). ``torch.normal`` of tensors is random's; ``linspace`` between tensors has a rule.
 HANDLERS: dict[Any, Handler] = {
-    **{getattr(torch, n): _out for n in MAKE if n not in ("tensor", "as_tensor", "normal", "linspace", "logspace")},
+    **{getattr(torch, n): _out for n in MAKE if n not in (*_OF_DATA, "normal", "linspace", "logspace")},
     **{getattr(torch, n): _handler(_like, n) for n in LIKES},
     **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
     **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),

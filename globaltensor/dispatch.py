@@ -466,6 +466,8 @@ def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, GlobalTensor):
             if target.shape != value.shape:
                 raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(value.shape)}: give a global tensor of that shape")
+            if not torch.can_cast(value.dtype, target.dtype):
+                raise InplaceError(f"out= of {name_of(func)} has {target.dtype}, but the result has {value.dtype}, which can't be cast to it: give a wider one")
             with torch.no_grad():
                 target.copy_(value)
         else:

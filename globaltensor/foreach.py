@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -173,5 +173,19 @@ def _contribution(norm: torch.Tensor | None, spec: Spec, everyone: Placement, ki
     return GlobalTensor.wrap(norm, made)
 
 
+def _powsum(t: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return (t if dtype is None else t.to(dtype)).abs().pow(ord).sum()
+
+
+#: What does not go element by element: of each tensor, or pair of tensors, this.
+SINGLY: dict[str, Callable[..., torch.Tensor]] = {"_foreach_max": torch.max, "_foreach_mm": torch.mm, "_foreach_powsum": _powsum}
+
+
+def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The function of each tensor by itself."""
+    lists = _lists(args)
+    return tuple(SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs) for column in zip(*lists, strict=True))
+
+
 for _function in _torch.list_functions():
-    HANDLERS[_function] = foreach_norm if _function is _torch.foreach_norm else foreach
+    HANDLERS[_function] = foreach_norm if _function is _torch.foreach_norm else singly if name_of(_function) in SINGLY else foreach

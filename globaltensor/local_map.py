@@ -13,9 +13,10 @@ from .convert import spec_of
 from .distributed.world import placeholder, world
 from .errors import SbpError
 from .placement import Placement
-from .plans import replaced, tensors_in
+from .plans import promote, replaced, tensors_in
 from .reducer import watch
-from .sbp import Sbp, as_layout
+from .sbp import Sbp, as_layout, broadcast
+from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
 
@@ -25,9 +26,10 @@ __all__ = ["local_map"]
 def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *, placement: Placement | None = None) -> Callable[..., Any]:
     """A function of local tensors -> one of global tensors. For own kernels, custom ``torch.autograd.Function``s, and code that knows its ranks.
 
-    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each tensor argument; None: as they come), gives ``function`` this
+    The result takes global tensors, boxes them to ``in_sbp`` (one sbp, or one for each of them; None: as they come), gives ``function`` this
     rank's parts, and wraps what it returns with ``out_sbp`` (one, or one for each result). Gradients follow by duality: the gradient that ``function``
-    gives to a broadcast input is summed over the ranks, that of a partial result is whole on every rank.
+    gives to a broadcast input is summed over the ranks, that of a partial result is whole on every rank. ``in_sbp`` may also have an entry for each tensor,
+    the same on every rank where it is not global (None: given as it is), or for each argument in order (None: not a tensor).
     Raises SbpError where a number of sbp does not fit; ShapeError where the parts that came back do not form a tensor.
 
     >>> import torch
@@ -45,13 +47,14 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
         where = placement or next((t.placement for t in tensors if isinstance(t, GlobalTensor)), None)
         if where is None:
             raise SbpError("local_map: no argument is global, and no placement= was given")
-        wanted = _each(in_sbp, len([t for t in tensors if isinstance(t, GlobalTensor)]), where, "in_sbp")
         locals_ = []
-        for t in tensors:
+        for t, layout in zip(tensors, _asked(in_sbp, args, tensors, where), strict=True):
             if isinstance(t, GlobalTensor):
-                layout = wanted.pop(0)
                 dst = t._spec.replace(placement=where, layout=t._spec.shown.layout if layout is None else layout)
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
+            elif layout is not None:
+                src = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
+                locals_.append(box(promote(t, src), src, src.replace(layout=layout), why=f"local_map({name})"))
             else:
                 locals_.append(t)
         these = iter(locals_)
@@ -63,10 +66,28 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
     return functools.wraps(function)(lambda *args, **kwargs: run(*args, **kwargs))
 
 
+def _asked(in_sbp: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], placement: Placement) -> list[tuple[Sbp, ...] | None]:
+    """What each of the tensors is to lie as. None: as it does."""
+    ours = [isinstance(t, GlobalTensor) for t in tensors]
+    if isinstance(in_sbp, (list, tuple)) and len(in_sbp) != sum(ours) and not _is_layout(in_sbp, placement):
+        if len(in_sbp) == len(args) != len(tensors):
+            flat = [isinstance(a, torch.Tensor) for a in args]
+            if sum(flat) == len(tensors) and all(value is None for value, is_tensor in zip(in_sbp, flat, strict=True) if not is_tensor):
+                in_sbp = [value for value, is_tensor in zip(in_sbp, flat, strict=True) if is_tensor]
+        if len(in_sbp) == len(tensors):
+            return _each(in_sbp, len(tensors), placement, "in_sbp")
+    wanted = iter(_each(in_sbp, sum(ours), placement, "in_sbp"))
+    return [next(wanted) if is_global else None for is_global in ours]
+
+
+def _is_layout(value: Sequence[Any], placement: Placement) -> bool:
+    return len(value) == placement.axes and all(isinstance(v, Sbp) for v in value)
+
+
 def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:
     if value is None:
         return [None] * count
-    one = isinstance(value, (list, tuple)) and len(value) == placement.axes and all(isinstance(v, Sbp) for v in value) and (placement.axes > 1 or count == 1)
+    one = isinstance(value, (list, tuple)) and _is_layout(value, placement) and (placement.axes > 1 or count == 1)
     if isinstance(value, Sbp) or one:
         return [as_layout(value, placement.axes, what)] * count
     if not isinstance(value, (list, tuple)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from . import _torch
 from .convert import check_placement
 from .distributed.world import world
-from .errors import SbpError, ShapeError
+from .errors import GlobalTensorError, SbpError, ShapeError
 from .placement import Placement
 from .reducer import reduce_dtype
 from .sbp import Sbp, as_layout, broadcast
@@ -47,31 +48,41 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
     return [broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout]
 
 
+def _plan(placement: Placement | None, sbp: SbpChoice | None, what: str, path: str, tensor: torch.Tensor) -> tuple[Placement, list[Sbp]]:
+    """Where one tensor goes. Before anything changes: an error leaves the module as it was."""
+    if (placement is None or sbp is None) and not isinstance(tensor, GlobalTensor):
+        raise SbpError(f"module.to_global needs placement and sbp, as {what} is local: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
+    where = tensor.placement if placement is None else placement  # type: ignore[attr-defined]
+    layout = tensor.sbp if sbp is None else sbp_for(sbp, path, tensor, where.axes)  # type: ignore[attr-defined]
+    try:
+        Spec.make(tensor.shape, tensor.dtype, where, as_layout(layout, where.axes))
+    except SbpError as error:
+        raise SbpError(f"{what}: {error}") from None
+    return where, list(layout)
+
+
 def module_to_global(self: torch.nn.Module, placement: Placement | None = None, sbp: SbpChoice | None = None) -> torch.nn.Module:
     """Make every parameter and buffer global, in place; returns the module.
 
-    The local tensors are whole values, the same model on every rank (the first rank's data counts). ``sbp``: one for all; a callable
-    ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move.
+    The local tensors are whole values, the same model on every rank (the first rank's data counts); those on the meta device have none and stay there, until
+    ``module.to_empty(device=...)`` gives each rank memory for its part. ``sbp``: one for all; a callable
+    ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move;
+    theirs may be left out: a placement or sbp that is not given stays.
     Raises SbpError, PlacementError, and ShapeError where the ranks' models differ.
     """
-    if placement is None or sbp is None:
-        raise SbpError("module.to_global needs placement and sbp: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
-    check_placement(placement)
+    if placement is not None:
+        check_placement(placement)
     slots = list(_slots(self))
-    plans = {path: sbp_for(sbp, path, held[name], placement.axes) for path, held, name in slots}
-    for path, held, name in slots:  # before anything changes: an error leaves the module as it was
-        try:
-            Spec.make(held[name].shape, held[name].dtype, placement, plans[path])
-        except SbpError as error:
-            raise SbpError(f"{path} of {type(self).__name__}: {error}") from None
-    _check_same_model([(path, held[name]) for path, held, name in slots])
+    plans = {path: _plan(placement, sbp, f"{path} of {type(self).__name__}", path, held[name]) for path, held, name in slots}
+    bare = _check_same_model([(path, held[name]) for path, held, name in slots], 0 if placement is None else placement.flat[0])
     done: dict[int, GlobalTensor] = {}
     kept = []  # the old tensors live until the end: their ids are keys
     for path, held, name in slots:
         old = held[name]
         if id(old) not in done:
             kept.append(old)
-            done[id(old)] = _made(old, placement, plans[path])
+            where, layout = plans[path]
+            done[id(old)] = _made(old, where.with_type("meta") if path in bare else where, layout)
         held[name] = done[id(old)]
     for part in self.modules():
         _torch.refresh_weights(part)
@@ -82,6 +93,8 @@ def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalT
     with torch.no_grad():
         value = old.detach()
         if not isinstance(value, GlobalTensor):
+            if placement.type == "meta" or value.is_meta:  # the first rank's data counts: where it has some this rank has room for it
+                value = torch.empty_like(value, device=world().device(placement.type))
             value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
         new = value.to_global(placement, layout)
         if new._local is old or new._local.data_ptr() == (old._local if isinstance(old, GlobalTensor) else old).data_ptr():
@@ -99,12 +112,15 @@ def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalT
     return new
 
 
-def _check_same_model(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _check_same_model(tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
+    """Which of the tensors have no data on the first rank: those on the meta device."""
     here = world()
-    if here.size == 1:
-        return
     mine = [(path, tuple(t.shape), str(t.dtype)) for path, t in tensors]
-    for rank, theirs in enumerate(here.comm(tuple(range(here.size))).all_gather_object(mine)):
+    bare = {path for path, t in tensors if (t._spec.placement.type == "meta" if isinstance(t, GlobalTensor) else t.is_meta)}
+    if here.size == 1:
+        return bare
+    told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
+    for rank, (theirs, _) in enumerate(told):
         if theirs != mine:
             here_only, there_only = [m for m in mine if m not in theirs], [t for t in theirs if t not in mine]
             raise ShapeError(
@@ -112,6 +128,7 @@ def _check_same_model(tensors: list[tuple[str, torch.Tensor]]) -> None:
                 f"rank {rank} has {there_only[:3]}; "
                 "build the same module on every rank"
             )
+    return told[first][1]  # type: ignore[no-any-return]
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
@@ -131,5 +148,37 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
     return self
 
 
+def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def run(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        """Of global tensors: batch norm, which goes over the whole batch wherever it lies. (Torch's own asks for the input's device and its kernels, as in a
+        program of local tensors, and asks no tensor whether it overrides that.)"""
+        if not any(isinstance(t, GlobalTensor) for t in (input, self.weight, self.running_mean)):
+            return forward(self, input)
+        if self.process_group is not None:
+            raise GlobalTensorError(
+                "SyncBatchNorm with a process_group got a global tensor: its statistics are those of the whole batch; leave out process_group, "
+                "or run the module on local tensors with globaltensor.local_map"
+            )
+        return torch.nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # (inherited: it does not look at the number of dims)
+
+    return run
+
+
+def _to(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(to)
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Of ``module.to(x)`` torch asks x for its device below Python, where a global tensor has none."""
+        other = kwargs.get("tensor", args[0] if args else None)
+        if not isinstance(other, GlobalTensor):
+            return to(self, *args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != "tensor"}
+        return to(self, other.placement.type, other.dtype, *args[1:], **rest)
+
+    return run
+
+
+torch.nn.Module.to = _to(torch.nn.Module.to)  # type: ignore[method-assign, assignment]
+torch.nn.SyncBatchNorm.forward = _sync_batch_norm(torch.nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
 torch.nn.Module.to_global = module_to_global  # type: ignore[attr-defined]
 torch.nn.Module.to_local = module_to_local  # type: ignore[attr-defined]

@@ -14,10 +14,10 @@ import torch
 from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
-from .convert import all_ranks, check_meta_consistency, check_placement, gather_specs, global_id
+from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
+from .errors import GlobalTensorError, LocalTensorError, PlacementError, RenamedError, SbpError
 from .moved import MovedView, twin, written
 from .placement import Placement
 from .plans import admit_signs, promote
@@ -39,7 +39,7 @@ class _ToGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.spec, ctx.device = spec, local.device
-        return _equalised(local.detach(), spec).view_as(local)
+        return _equalised(local.detach(), spec).detach()  # a view of the buffer it came in, which autograd would let nobody write into
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -50,11 +50,13 @@ class _ToGlobal(torch.autograd.Function):
 
 def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """On broadcast axes the first rank's data counts: send it to the others."""
-    rank = world().rank
-    axes = [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
-    if axes and spec.numel:
-        local = world().comm(spec.placement.fiber(rank, axes)).broadcast(local, 0)
-    return local
+    axes = _held_alike(spec)
+    return world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0) if axes else local
+
+
+def _held_alike(spec: Spec) -> list[int]:
+    """The axes along which several ranks hold the same data."""
+    return [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1] if spec.numel else []
 
 
 @functools.partial(visible, name="to_global")
@@ -70,6 +72,11 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
+    if self.is_meta and placement.type != "meta":
+        raise PlacementError(
+            f"to_global: a tensor on the meta device has no values to put on {placement!r}: lay it out on flow.placement('meta', ranks), and "
+            f"torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model flow.parallelize does the one, model.to_empty(device=...) the other"
+        )
     spec = gather_specs(self, placement, layout, check_meta)
     graph = self.requires_grad and torch.is_grad_enabled()
     if graph:
@@ -79,8 +86,8 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         kept = graph and self.shape == (0,) and self.dtype is spec.dtype
         return GlobalTensor.wrap(self.view_as(self).to(world().outside(placement.type)) if kept else placeholder(spec).requires_grad_(graph), spec)
     local = self.to(world().device(placement.type), copy=copy)
-    if graph:
-        out = GlobalTensor.wrap(_ToGlobal.apply(local, spec), spec)
+    if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
+        out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True
@@ -133,11 +140,10 @@ def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = Fa
     from it, say ``grad_sbp=broadcast``.
     """
     self = sharded.unfolded(self)
-    if grad_sbp is not None:
-        grad = self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
-        local = _ToLocal.apply(self._local, grad, self._spec.dual()) if self._local.requires_grad else self._local
-    else:
-        local = self._local.view_as(self._local) if self._local.requires_grad else self._local
+    local, dual = self._local, self._spec.dual()
+    grad = dual if grad_sbp is None else self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
+    if local.requires_grad:
+        local = local.view_as(local) if grad is dual else _ToLocal.apply(local, grad, dual)
     return local.clone() if copy else local
 
 
@@ -217,20 +223,12 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     return GlobalTensor.wrap(x._local.to(dtype), x._spec.replace(dtype=dtype))
 
 
-def _device_type(device: Any) -> str:
-    device = torch.device(device) if isinstance(device, str) else device
-    if isinstance(device, int) or (device.index is not None and device.type != "cpu" and device.index != world().index(device.type)):
-        kind = getattr(device, "type", "cuda")
-        raise GlobalTensorError(f"a global tensor moves by device type, not to one device ({device}): use x.to({kind!r}) or to_global(placement=...)")
-    return str(device.type)
-
-
 def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
     """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
     if args and isinstance(args[0], type) and args[0] in SEEN_AS:
         return args[0](self)
-    copy = kwargs.pop("copy", False)
-    kwargs.pop("non_blocking", None), kwargs.pop("memory_format", None)
+    copy, order = kwargs.pop("copy", False), kwargs.pop("memory_format", None)
+    kwargs.pop("non_blocking", None)
     out = self
     for a in (*args, *kwargs.values()):
         if isinstance(a, torch.dtype):
@@ -240,9 +238,11 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
             if isinstance(a, GlobalTensor):
                 out = out.to_global(placement=a.placement, sbp=out.sbp if a.placement is out.placement else a.sbp)
         elif isinstance(a, (str, torch.device, int)) and not isinstance(a, bool):
-            kind = _device_type(a)
+            kind = device_type(a)
             if kind != out._spec.placement.type:
                 out = out.to_global(placement=out._spec.placement.with_type(kind), sbp=out._spec.layout)
+    if order is not None and order is not torch.preserve_format:
+        out = out.contiguous(memory_format=order)
     return out.clone() if copy and out is self else out
 
 
@@ -415,7 +415,8 @@ RECORDED = {
 PLAIN: dict[str, Any] = {
     "to_global": local_to_global, "local_to_global": local_to_global, "to_local": plain_to_local, "is_global": property(lambda self: False),
     "is_local": property(lambda self: True), "is_lazy": property(lambda self: False), "is_consistent": _renamed("is_consistent", "is_global"),
-    "to_consistent": _renamed("to_consistent", "to_global"), "placement": _needs_global("placement"), "sbp": _needs_global("sbp"),
+    "to_consistent": _renamed("to_consistent", "to_global"),
+    **{name: _needs_global(name) for name in ("placement", "sbp", "global_id", "check_meta_consistency")},
 }  # fmt: skip
 
 
@@ -432,6 +433,12 @@ def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """``plain.to(global)`` and ``plain.type_as(global)``: only the dtype is taken over."""
     x, other = args[0], next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor))
     return x.to(other.dtype)
+
+
+def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A global tensor takes what a global one holds, wherever that lies (`contents.set_data`), and stays tied, and known to its optimizer; from the meta device
+    too, where torch makes new parameters."""
+    return all(isinstance(t, GlobalTensor) for t in args)
 
 
 def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -451,6 +458,7 @@ for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsquee
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
+HANDLERS[_torch.may_take_data] = _may_take_data
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
 HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
 HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())

@@ -14,7 +14,7 @@ from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 
 import globaltensor as flow
 from globaltensor.errors import SbpError
@@ -143,6 +143,49 @@ def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
     found = {str(i): torch.zeros(5, 3, dtype=torch.float64) for i in range(8)}
     dcp.load(found, checkpoint_id=str(tmp_path / "(5, 3)"), no_dist=True)
     assert all(torch.equal(t, values(5, 3, seed=int(i))) for i, t in found.items())
+
+
+def whole_states() -> None:
+    for layout in (B, {"1.weight": S(1), "*": B}, {"1.*": S(0), "3.weight": S(1), "*": B}):
+        model, want, first = network(layout, 0), network(None, 0), flow.env.get_rank() == 0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        trained(model, optimizer)
+        trained(want, torch.optim.AdamW(want.parameters(), lr=0.05))
+        states, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        assert not any(t.is_global for kept in of_optimizer["state"].values() for t in kept.values())
+        for name, t in want.state_dict().items():
+            assert not states[name].is_global
+            torch.testing.assert_close(states[name], t)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        of_first = get_model_state_dict(model, options=options)
+        assert set(of_first) == (set(states) if first else set())
+        other = network({"*.weight": S(0), "*": B}, 1)
+        set_model_state_dict(other, of_first, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        for name, t in other.state_dict().items():
+            torch.testing.assert_close(whole(t), states[name])
+
+
+def test_a_whole_state_is_made_of_ordinary_tensors() -> None:
+    run_on(2, whole_states)
+
+
+def saved_while_training_goes_on(folder: str) -> None:
+    model = network({"1.weight": S(0), "3.weight": S(1), "*": B}, 0)
+    state = model.state_dict()
+    before = {name: whole(t).clone() for name, t in state.items()}
+    saving = dcp.async_save(state, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saving.result()
+    found = network(B, 1).state_dict()
+    dcp.load(found, checkpoint_id=folder)
+    for name, t in found.items():
+        torch.testing.assert_close(whole(t), before[name])
+
+
+def test_async_save_copies_the_parts(tmp_path: Path) -> None:
+    run_on(2, saved_while_training_goes_on, str(tmp_path / "state"))
 
 
 @on(2, real=False)

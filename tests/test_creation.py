@@ -152,8 +152,20 @@ def test_new() -> None:
             assert y.dtype == torch.float64
         assert x.new_zeros(3, dtype=torch.int64, device="cpu", requires_grad=False).dtype == torch.int64
         assert x.new_ones((6, 2), placement=LINE, sbp=S0).to_local().shape in ((2, 2), (0,))
+        there = Placement("meta", GRID.ranks)
+        for y in (x.new_ones(2, device="meta"), torch.zeros_like(x, device="meta"), torch.empty_like(x, device=torch.device("meta"))):
+            assert y.is_meta
+            assert y.placement is there
+        assert y.sbp == x.sbp
+        back = torch.full_like(y, 3.0, device="cpu")
+        assert back.placement is GRID
+        assert np.array_equal(back.numpy(), np.full((5, 4), 3.0))
         with pytest.raises(PlacementError, match="device"):
-            x.new_ones(2, device="cuda")
+            x.new_ones(2, device="meta", placement=LINE, sbp=S0)
+        with pytest.raises(PlacementError, match=r"no values to put on .*torch.empty_like"):
+            torch.ones(2, device="meta").to_global(LINE, S0)
+        with pytest.raises(PlacementError, match="leave out device"):
+            x.new_ones(2, placement=LINE, device="cuda")
 
     simulate(4, on_ranks)
 
@@ -242,6 +254,13 @@ def test_in_place_and_out() -> None:
         assert np.array_equal(w.numpy(), torch.eye(4, 3).numpy())
         torch.arange(6, out=(v := flow.empty(6, dtype=torch.int64, placement=LINE, sbp=S0)))
         assert v.tolist() == list(range(6))
+        flow.arange(1, 7, out=v, placement=LINE, sbp=S0)  # where it lies, said again
+        assert v.tolist() == list(range(1, 7))
+        with flow.utils.global_view.global_mode(True, LINE, broadcast):
+            flow.arange(2, 8, out=v)
+        assert v.tolist() == list(range(2, 8))
+        with pytest.raises(PlacementError, match="lies otherwise"):
+            flow.arange(6, out=v, placement=LINE, sbp=broadcast)
 
     simulate(4, on_ranks)
 
@@ -259,6 +278,45 @@ def test_gradients() -> None:
     simulate(4, on_ranks)
 
 
+def test_a_device_says_the_placements_type() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(5, 3, placement=LINE, sbp=S0)
+        elsewhere = LINE.with_type("meta")
+        for y in (torch.empty_like(x, device="meta"), torch.zeros_like(x, device=torch.device("meta")), flow.tensor(x, device="meta")):
+            assert (y.placement, y.sbp, y.shape) == (elsewhere, (S0,), (5, 3))
+        assert x.new_ones(2, device="meta").placement == elsewhere
+        assert torch.ones_like(x, device="cpu").placement is LINE
+        model = nn.Linear(3, 5).to_global(LINE, S0).to_empty(device="meta")
+        assert (model.weight.placement, model.weight.sbp) == (elsewhere, (S0,))
+        nn.init.ones_(model.to_empty(device="cpu").weight)
+        assert model.weight.tolist() == [[1.0] * 3] * 5
+
+    simulate(4, on_ranks)
+
+
+def test_from_a_global_tensor() -> None:
+    def on_ranks() -> None:
+        x = flow.arange(5, dtype=torch.float64, placement=LINE, sbp=S0).requires_grad_()
+        y = x * 2
+        for copy in (flow.tensor(y), flow.tensor(data=y, requires_grad=True), y.new_tensor(y), flow.tensor(y, device="cpu", dtype=torch.float32)):
+            assert copy.is_leaf
+            assert (copy.sbp, copy.placement) == ((S0,), LINE)
+            assert copy.tolist() == [0, 2, 4, 6, 8]
+            copy.detach().zero_()
+            assert y.tolist() == [0, 2, 4, 6, 8]
+        assert flow.tensor(y, requires_grad=True).requires_grad
+        assert flow.as_tensor(y) is y
+        single = flow.as_tensor(y, dtype=torch.float32, placement=ONE, sbp=broadcast)
+        assert (single.dtype, single.sbp, single.placement) == (torch.float32, (broadcast,), ONE)
+        single.sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0] * 5
+        assert x.detach().int().new_tensor(y).dtype == torch.int32
+        assert flow.tensor(y, sbp=broadcast).sbp == (broadcast,)
+
+    simulate(4, on_ranks)
+
+
 BAD: list[tuple[Callable[[], Any], type[GlobalTensorError], str]] = [
     (lambda: flow.ones(2, 2, placement=ONE), SbpError, "no sbp"),
     (lambda: flow.ones(2, 2, sbp=S0), PlacementError, "no placement"),
@@ -270,7 +328,7 @@ BAD: list[tuple[Callable[[], Any], type[GlobalTensorError], str]] = [
     (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, device="cpu"), PlacementError, "device"),
     (lambda: flow.ones(2, 2, placement=ONE, sbp=S0, out=torch.empty(2, 2)), PlacementError, "out"),
     (lambda: flow.ones(2, placement=Placement("cpu", [0, 7]), sbp=S0), PlacementError, "rank 7"),
-    (lambda: flow.tensor(flow.ones(2, placement=ONE, sbp=S0), placement=ONE, sbp=broadcast), PlacementError, "to_global"),
+    (lambda: flow.tensor(flow.ones(2, placement=ONE, sbp=S0), placement=ONE, device="cuda"), PlacementError, "leave out device"),
     (lambda: flow.zeros(2, 2, layout=torch.sparse_coo, placement=ONE, sbp=S0), SbpError, "layout"),
 ]
 

@@ -198,7 +198,22 @@ def to_global_without_sbp() -> None:
     torch.ones(2).to_global(placement=PAIR)
 
 
-@row(errors.SbpError, "module.to_global needs placement and sbp")
+@row(errors.LocalTensorError, "FloatTensor of a global tensor", "to_local()", "detach()")
+def old_constructor_of_a_global_tensor() -> None:
+    flow.FloatTensor(ones())
+
+
+@row(errors.LocalTensorError, "a local tensor has no .global_id", "to_global(placement, sbp)")
+def id_of_a_local_tensor() -> None:
+    torch.ones(2).global_id()  # type: ignore[attr-defined]
+
+
+@row(errors.GlobalTensorError, "SyncBatchNorm with a process_group", "leave out process_group", "local_map")
+def batch_norm_of_a_group() -> None:
+    torch.nn.SyncBatchNorm(4, process_group=object())(ones())
+
+
+@row(errors.SbpError, "module.to_global needs placement and sbp", "weight of Linear is local")
 def module_without_sbp() -> None:
     torch.nn.Linear(2, 2).to_global(PAIR)
 
@@ -286,6 +301,26 @@ def foreach_on_partial_sums() -> None:
 @row(errors.InplaceError, "out= of add must be a global tensor", "returned value")
 def plain_out() -> None:
     torch.add(ones(), ones(), out=torch.empty(4, 4))
+
+
+@row(errors.InplaceError, "out= of add has torch.int64", "the result has torch.float32")
+def out_of_a_narrower_dtype() -> None:
+    torch.add(ones(), 1.5, out=flow.empty(4, 4, dtype=torch.int64, placement=PAIR, sbp=B))
+
+
+@row(RuntimeError, "must be one of", "received: ab")
+def unknown_indexing() -> None:
+    torch.meshgrid(ones()[0], ones()[1], indexing="ab")
+
+
+@row(RuntimeError, "Expected 0D or 1D tensor", "[4, 4]")
+def grids_of_matrices() -> None:
+    torch.meshgrid(ones()[0], ones(), indexing="ij")
+
+
+@row(RuntimeError, "same dtype")
+def grids_of_different_dtypes() -> None:
+    torch.meshgrid(ones()[0], ones()[1].half(), indexing="ij")
 
 
 @row(errors.InplaceError, "out= has shape [3]", "shape [4, 4]")

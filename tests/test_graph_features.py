@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -356,12 +357,20 @@ def test_shapes_are_captured_once_and_kept_up_to_a_bound() -> None:
             sizes.append(len(x))
             return self.model(x)
 
+    class Decorated(Evaluation):  # as OneFlow's users write it
+        @flow.nn.Graph.with_dynamic_input_shape(size=2)
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+
+        build = Counted.build
+
     model = model_of()
-    graph = Counted(model)
-    for n in (1, 2, 1, 2, 3, 1, 2):
-        same(graph(batch(0, n)), model(batch(0, n)))
-    assert sizes == [1, 2, 3, 1, 2]
-    assert len(graph._built) == 2
+    for graph in (Counted(model), Decorated(model)):
+        for n in (1, 2, 1, 2, 3, 1, 2):
+            same(graph(batch(0, n)), model(batch(0, n)))
+        assert sizes == [1, 2, 3, 1, 2]
+        assert len(graph._built) == 2
+        sizes.clear()
 
 
 def test_trace() -> None:
@@ -639,15 +648,20 @@ def sgd_of(model: nn.Module) -> optim.SGD:
         (lambda g: g.config.follow("plan.json"), r"follow takes a plan, of flow.auto.plan.* got 'plan.json'"),
         (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=0.5), "lr_sch is a scheduler of torch.optim.lr_scheduler, or a list of them, got 0.5"),
         (lambda g: g.add_optimizer(sgd_of(g.model), lr_sch=lr.StepLR(sgd_of(g.model), 1)), "lr_sch, a StepLR, was made for another optimizer"),
+        (lambda g: g.add_optimizer(g._optimizers[0].optimizer), "this SGD is added already: it would step twice"),
+        (lambda g: g.debug(4), r"v_level is -1 \(nothing\), 0, 1, 2 or 3 \(all\), got 4"),
+        (lambda g: g.debug(1, ranks="0"), "ranks is a rank, a list of them, -1 for all or None for rank 0, got '0'"),
         (lambda g: g.set_grad_scaler(128.0), r"flow.amp.GradScaler\(...\), StaticGradScaler\(scale\) or None, got 128.0"),
         (lambda g: flow.nn.Graph.trace(5), "a function or a module .* got 5"),  # type: ignore[arg-type]
         (lambda g: flow.nn.Graph.with_dynamic_input_shape(size=0), "size is a number of shapes, at least 1, got 0"),
     ],
-    ids=["method set", "no such setting", "no plan", "no scheduler", "another's scheduler", "no scaler", "no function", "no size"],
+    ids=["method set", "no setting", "no plan", "no scheduler", "another's scheduler", "twice", "no level", "no rank", "no scaler", "no function", "no size"],
 )
 def test_settings_that_would_be_lost_are_told(wrong: Callable[[Training], object], says: str) -> None:
+    model = model_of()
+    graph = Training(model, sgd_of(model))
     with pytest.raises(GraphError, match=says):
-        wrong(Training(model_of()))
+        wrong(graph)
 
 
 def test_a_scale_that_would_lose_the_loss_is_refused() -> None:
@@ -660,3 +674,99 @@ def test_a_misspelt_setting_of_a_module_is_told() -> None:
     graph.model.to(flow.nn.graph.GraphModule).activation_checkpointing = True
     with pytest.raises(AttributeError, match="activation_checkpoint"):
         graph.model.to(flow.nn.graph.GraphModule).activation_checkpoint = True
+
+
+def test_modules_of_a_module_are_found_as_they_are_of_any_module() -> None:
+    """By walking it, by name or by index: what is said of one so counts."""
+    kind = flow.nn.graph.GraphModule
+    parts = nn.ModuleDict({"first": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "second": nn.Linear(4, 2)})
+    for walk in (
+        lambda m: m.children(),
+        lambda m: dict(m.named_children()).values(),
+        lambda m: m.values(),
+        lambda m: dict(m.items()).values(),
+        lambda m: list(m.modules())[1:],
+        lambda m: [part for name, part in m.named_modules(remove_duplicate=False) if name],
+        lambda m: [m[name] for name in m],
+    ):
+        graph = Evaluation(parts)
+        for part in walk(graph.model):
+            part.to(kind).activation_checkpointing = True
+        said = [graph.model["first"], graph.model["second"]]
+        assert all(part.to(kind).activation_checkpointing for part in said)
+        assert said[0] == parts["first"]
+        assert len({*said, parts["first"], parts["second"]}) == 2
+
+    class Own(nn.Module):
+        def values(self) -> int:
+            return 3
+
+    assert Evaluation(Own()).model.values() == 3
+    with pytest.raises(flow.errors.RenamedError, match=r"\.to\(nn.graph.GraphModule\) has set_stage"):
+        Evaluation(parts).model["first"].config.stage_id = 0  # as OneFlow had it
+
+
+def test_modules_of_a_graph_make_another() -> None:
+    class Two(Evaluation):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4))
+            self.head = nn.Linear(4, 2)
+            self.both = nn.Sequential(self.model, nn.Sequential(nn.Tanh(), self.head))
+            self.model.head, self.both[1][0] = self.head, nn.Sigmoid()
+            self.head.to(flow.nn.graph.GraphModule).activation_checkpointing = True
+
+        def build(self, x: Tensor) -> Any:
+            return self.both(x)
+
+    graph = Two()
+    x = torch.randn(3, 4)
+    same(graph(x), graph.head(torch.sigmoid(graph.model(x))))
+    held = graph.both.to(nn.Module)
+    assert type(held[0]) is type(held[1][1]) is type(held[0].head) is nn.Linear
+    del graph.both[1]
+    same(graph.both(x), graph.model(x))
+
+
+def test_a_graph_is_saved_by_its_state() -> None:
+    graph = Evaluation(model_of())
+    for copied in (copy.deepcopy, lambda g: torch.save(g, io.BytesIO())):
+        with pytest.raises(GraphError, match=r"Evaluation_\d+ cannot be saved, pickled or copied: .* Save graph.state_dict\(\)"):
+            copied(graph)
+
+
+def test_a_state_of_another_graph_is_told_before_any_of_it_is_taken() -> None:
+    def training(*parts: str, schedules: int = 0, optimizers: int = 1) -> Training:
+        model = model_of()
+        each = [sgd_of(model) for _ in range(optimizers)]
+        graph = Training(model)
+        for one in each:
+            graph.add_optimizer(one, lr_sch=[lr.StepLR(one, 1) for _ in range(schedules)])
+        for part in parts:
+            setattr(graph, part, nn.Linear(1, 1))
+        return graph
+
+    evaluation = Evaluation(model_of())
+    states = {"evaluation": evaluation.state_dict(), "none": training("head").state_dict(), "more": training(schedules=2).state_dict()}
+    for graph, state, says in (
+        (training(), "evaluation", r"the state has nothing for optimizers, lr_schedulers \(it has model, rng\): pass strict=False"),
+        (training("head", "tail"), "none", "the state has nothing for tail"),
+        (training(), "none", "the state has head, which the graph does not: pass strict=False"),
+        (training(schedules=1), "more", r"the state is of 1 optimizers with \[2\] schedulers, the graph has 1 with \[1\]"),
+        (training(schedules=2, optimizers=2), "more", r"the state is of 1 optimizers with \[2\] schedulers, the graph has 2 with \[2, 2\]"),
+    ):
+        before = copy.deepcopy(graph.model.state_dict())
+        with pytest.raises(RuntimeError, match=says):
+            graph.load_state_dict(states[state])
+        assert all(torch.equal(v, before[k]) for k, v in graph.model.state_dict().items())
+        graph.load_state_dict(states[state], strict=False)
+        assert all(torch.equal(v, states[state]["model"][k]) for k, v in graph.model.state_dict().items())
+    evaluation.load_state_dict(states["more"])  # what it does not train is left
+    assert all(torch.equal(v, states["more"]["model"][k]) for k, v in evaluation.model.state_dict().items())
+
+
+def test_lines_of_code_in_the_graph_that_is_printed() -> None:
+    graph = Evaluation(model_of())
+    graph(batch(0))
+    assert "test_graph_features.py" not in repr(graph)
+    graph.debug(-1, op_repr_with_py_stack=True)
+    assert f"{__file__}:{Evaluation.build.__code__.co_firstlineno + 1})" in repr(graph)

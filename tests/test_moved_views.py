@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.bodies import values
 
@@ -129,6 +129,7 @@ class Played(flow.nn.Graph):
 
 
 @given(program=steps.map(lambda program: [s for s in program if s[2] != "normal"]), sbp=st.sampled_from([B, S(0), S(1)]))
+@example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
 @settings(max_examples=80)
 def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
     want = played(values(4, 3), program)

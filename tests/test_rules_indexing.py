@@ -232,14 +232,19 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
 
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
-def test_rows_of_a_table_are_bounded_where_they_lie(function: Any, p: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_of_a_table_are_bounded_where_they_lie(dtype: torch.dtype, function: Any, p: float) -> None:
     """The table itself changes, on each rank the rows that it holds."""
 
     def look_up(table: Any, index: Any) -> Any:
         table = table * 1
         return function(index, table, max_norm=0.5, norm_type=p), table
 
-    compare(look_up, x(9, 4), torch.tensor([[1, 2, 8], [0, 1, 1]]))
+    compare(look_up, x(9, 4), torch.tensor([[1, 2, 8], [0, 1, 1]], dtype=dtype))
+
+
+def test_bytes_as_a_condition() -> None:
+    compare(torch.where, torch.tensor([[1, 0, 2, 0], [0, 0, 1, 255]], dtype=torch.uint8), x(2, 4), x(4), fallback=True)  # torch warns
 
 
 @pytest.mark.parametrize("index", [torch.tensor(7), torch.tensor([1, 7]), torch.tensor([[-5]])])

@@ -200,6 +200,13 @@ def constant(function: Any, *which: int) -> Any:
     return lambda *args: function(*[a.detach() if i in which else a for i, a in enumerate(args)])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("function", [F.nll_loss, F.cross_entropy])
+def test_bytes_as_classes(function: Any, reduction: str) -> None:
+    classes = torch.tensor([3, 0, 1, 1, 2], dtype=torch.uint8)
+    compare(function, torch.linspace(-2, 1, 20, dtype=torch.float64).view(5, 4), classes, reduction=reduction, ignore_index=1)
+
+
 def test_operands_without_gradient() -> None:
     with torch.no_grad():
         check(F.batch_norm, x(5, 3, 2, 2), x(3), x(3) ** 2, x(3), x(3), False, most=25)

@@ -67,3 +67,11 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:])
+
+
+def test_lists_of_tensors_are_reduced_one_by_one() -> None:
+    compare(lambda a, b: torch._foreach_max([a, b]), x(5, 4), x(3, 2))
+    compare(lambda a, b: torch._foreach_norm([a, b], 3), x(5, 4), x(3, 2))
+    for function, others in (("_foreach_powsum", [3]), ("_foreach_mm", [[torch.ones(4, 3).double(), torch.ones(2, 1).double()]])):  # since torch 2.13
+        if (found := getattr(torch, function, None)) is not None:
+            compare(lambda a, b, found=found, others=others: found([a.detach(), b.detach()], *others), x(5, 4), x(3, 2))

@@ -104,6 +104,8 @@ def _nests() -> None:
     assert got["b"][1] is None
     assert got["b"][2][0].item() == 7.0
     assert got["b"][2][0].requires_grad
+    with pytest.raises(SbpError, match=r"to_global of None: .*global_view\.to_global"):
+        flow.to_global(None, first, B)
     split = global_view.to_global(nest, both, lambda obj, t: S(0) if t is obj["a"] else B)
     assert split["a"].shape == (4, 3)
     assert split["b"][0].sbp == (B,)

@@ -93,3 +93,62 @@ def test_an_optimizer_takes_back_a_state_that_lies_on_one_rank() -> None:
         assert abs(losses[0] - losses[1]) < 1e-12
 
     simulate(2, on_ranks)
+
+
+def bare(device: str) -> Any:
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+
+
+def test_a_model_on_the_meta_device_gets_memory_for_its_parts() -> None:
+    def body() -> None:
+        wanted, x = model_of(), values(6, 4)
+        want = wanted(x.to_global(LINE, B))  # type: ignore[attr-defined]
+        for plan in ("fsdp", "data", {"0.*": S(0), "*": B}):
+            model = flow.parallelize(bare("meta"), LINE, plan)
+            layout = {name: t.sbp for name, t in model.state_dict().items()}  # type: ignore[attr-defined]
+            assert all(t.is_meta for t in model.state_dict().values())
+            model.to_empty(device="cpu")
+            assert {name: (t.sbp, t.placement) for name, t in model.state_dict().items()} == {n: (sbp, LINE) for n, sbp in layout.items()}  # type: ignore[attr-defined]
+            assert isinstance(model[0].weight, nn.Parameter)
+            model.load_state_dict(wanted.state_dict())
+            assert torch.allclose(model(x.to_global(LINE, B)), want)  # type: ignore[attr-defined]
+            model.to("meta")
+            assert model[0].weight.is_meta
+
+    simulate(2, body)
+
+
+def test_parameters_that_get_memory_stay_tied_and_known_to_their_optimizer() -> None:
+    def body() -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+            model[1].weight = model[0].weight
+        flow.parallelize(model, LINE, "fsdp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model.to_empty(device="cpu")
+        assert model[0].weight is model[1].weight
+        nn.init.ones_(model[0].weight)
+        model(torch.tensor([1, 1, 2, 4]).to_global(LINE, B)).sum().backward()  # type: ignore[attr-defined]
+        optimizer.step()
+        want = torch.ones(6, 4) - 0.5 * (torch.full((6, 4), 4.0) + 6 * torch.tensor([0.0, 2, 1, 0, 1, 0])[:, None])
+        torch.testing.assert_close(torch.from_numpy(model[1].weight.detach().numpy()), want)
+
+    simulate(2, body)
+
+
+def test_the_first_rank_alone_has_the_model() -> None:
+    def body() -> None:
+        first = flow.env.get_rank() == 0
+        model = bare("cpu" if first else "meta")
+        if first:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(values(*p.shape, seed=p.numel()))
+        model.to_global(LINE, S(0))
+        for p in model.parameters():
+            assert torch.equal(torch.from_numpy(p.detach().numpy()), values(*p.shape, seed=p.numel()))
+        other = bare("meta" if first else "cpu").to_global(LINE, S(0))
+        assert all(p.placement.type == "meta" for p in other.parameters())
+
+    simulate(2, body)

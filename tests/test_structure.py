@@ -18,6 +18,7 @@ MOST_LINES = 500
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("late",),
     ("_torch", "errors", "outputs", "buckets", "borrowed", "bodies"),
     ("visible",),
     ("sbp", "placement"),
@@ -37,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
-    ("arrays", "checkpoint", "optim", "parallelize", "spellings"),
+    ("arrays", "checkpoint", "flex", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),
     ("auto",),

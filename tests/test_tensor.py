@@ -328,6 +328,63 @@ def test_in_place() -> None:
     same(x, torch.full((4, 6), 3.0).double())
 
 
+@pytest.mark.parametrize("placement", [flow.placement("cpu", [0, 1]), flow.placement("cpu", [0]), flow.placement("cpu", [[0], [1]])])
+def test_in_place_into_what_was_local(placement: Any) -> None:
+    def on_ranks() -> None:
+        for sbp in ([B], [S(0)], [P]):
+            for back in (None, B, S(1), P):
+                a, b = values(4, 6).requires_grad_(), values(4, 2, seed=1).requires_grad_()
+                here = a * 2
+                layout = sbp * placement.axes
+                x = here.to_global(placement, layout)  # type: ignore[attr-defined]
+                if back is not None:
+                    x = x.to_global(sbp=[back] * placement.axes)
+                rows = x.shape[0]
+                x[:, :2] = b[:1]
+                x[:, 2:4].mul_(3)
+                x.add_(1)
+                value = torch.from_numpy(x.detach().numpy())  # (on the ranks outside, too)
+                assert torch.equal(value[:, :2], b[:1].detach().expand(rows, 2) + 1)
+                (x * x).sum().backward()
+                gradient = (torch.zeros_like(a) if a.grad is None else a.grad).to_global(placement, [B if e is P else e for e in layout])  # type: ignore[attr-defined]
+                same(torch.from_numpy(gradient.numpy()), 4 * value * torch.tensor([0, 0, 3, 3, 1, 1.0]))
+
+    simulate(2, on_ranks)
+
+
+@pytest.mark.parametrize(("sbp", "grad"), [(B, P), (S(0), S(0)), (P, B)])
+def test_in_place_into_what_becomes_local(sbp: Any, grad: Any) -> None:
+    """A gradient that comes back as it would anyhow leaves the part an ordinary view."""
+
+    def on_ranks() -> None:
+        x = spread(values(4, 6), sbp, grad=True)
+        y = x * 3
+        part = y.to_local(grad_sbp=grad)
+        part[:1].mul_(2)
+        part.sum().backward()
+        assert torch.equal(y.to_local(), part)
+        rows = [6.0] + [3.0] * (part.shape[0] - 1)
+        whole = rows * 2 if sbp is S(0) else [r * 2 for r in rows] if sbp is B else rows
+        same(x.grad, torch.tensor(whole).double()[:, None].expand(4, 6))
+
+    simulate(2, on_ranks)
+
+
+def test_in_place_beside_what_was_local() -> None:
+    def on_ranks() -> None:
+        a = values(4, 6).requires_grad_()
+        here = a * 2
+        here.to_global(line(), S(0)).mul_(3)  # type: ignore[attr-defined]
+        same(here.detach(), 6 * a.detach())
+        here.sum().backward()
+        assert torch.equal(a.grad, torch.full_like(a, 6))
+        copied = here.to_global(line(), S(0), copy=True)  # type: ignore[attr-defined]
+        copied.zero_()
+        same(here.detach(), 6 * a.detach())
+
+    simulate(2, on_ranks)
+
+
 @on(2)
 def test_a_partial_that_ops_have_left_moves() -> None:
     """Of a partial sum that nobody asked for, in-place ops may change the layout; of one that the user placed they may not."""
@@ -540,6 +597,13 @@ def test_module_to_global() -> None:
     named.to_global(line(), {"*num*": B, "*": S(0)})
     assert named.k.weight.sbp == (S(0),)
     assert len(ids) == len(list(named.parameters()))
+    named.to_global(sbp=S(1))
+    assert (named.k.weight.sbp, named.k.weight.placement) == ((S(1),), line())
+    named.to_global(flow.placement("cpu", [1]))
+    assert (named.k.weight.sbp, named.n.weight.sbp, named.n.weight.placement) == ((S(1),), (B,), flow.placement("cpu", [1]))
+    named.to_global(line(), S(0))
+    for name, t in named.state_dict().items():
+        same(t, start[name])
     named.to_local()
     assert not any(t.is_global for t in (*named.parameters(), *named.buffers()))
     assert named.q.weight.shape == (3, 4)
@@ -553,6 +617,53 @@ def test_module_to_global() -> None:
     trained(torch.ones(1, 2)).sum().backward()
     trained.to_global(line(), S(0))
     same(trained.weight.grad, torch.ones(2, 2))
+
+
+@on(2)
+def test_a_global_module_moves_as_torchs_do() -> None:
+    model = nn.Linear(3, 4)
+    nn.init.ones_(model.weight)
+    weight = model.to_global(line(), S(0)).weight
+    model(flow.ones(2, 3, placement=line(), sbp=B)).sum().backward()
+    model._apply(lambda t: t.to_global(flow.placement("cpu", [1]), B))
+    assert model.weight is weight
+    for t in (weight, weight.grad):
+        assert t is not None
+        assert (t.placement, t.sbp) == (flow.placement("cpu", [1]), (B,))
+    assert weight.grad.tolist() == [[2.0] * 3] * 4
+    meta = flow.placement("meta", [0, 1])
+    for move in (lambda m: m.to("meta"), lambda m: m.to(device="meta", dtype=torch.float64)):
+        moved = move(nn.Linear(3, 4).to_global(line(), S(0)))
+        assert isinstance(moved.weight, nn.Parameter)
+        assert (moved.weight.placement, moved.weight.sbp, moved.weight.requires_grad) == (meta, (S(0),), True)
+    like = flow.ones(2, dtype=torch.float64, placement=line(), sbp=B)
+    for module in (nn.Linear(3, 4), nn.Linear(3, 4).to_global(line(), S(0))):
+        before = module.weight.detach().clone()
+        for moved in (module.to(like), module.to(tensor=like, non_blocking=True)):
+            assert (moved.weight.dtype, moved.weight.is_meta) == (torch.float64, False)
+            assert torch.equal(moved.weight.detach(), before.double()), "and the values stay"
+    local = nn.Linear(3, 4)
+    local._apply(lambda t: t.to_global(line(), B))  # type: ignore[attr-defined]
+    assert all(p.is_global and isinstance(p, nn.Parameter) for p in local.parameters())
+    assert all(p.is_local for p in local._apply(lambda t: t.to_local()).parameters())
+
+
+@on(2)
+def test_synchronised_batch_norm() -> None:
+    """Of global tensors it is batch norm; torch's own looks for GPUs where processes have come together."""
+    x = values(5, 3, 2)
+    plain, alone = nn.BatchNorm1d(3).double(), x.clone().requires_grad_()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to_global(line(), B)
+    for sbp in (S(0), S(2), B):
+        mine = spread(x, sbp, grad=True)
+        got, want = model(mine), plain(alone)
+        same(got.detach(), want.detach())
+        (got**2).sum().backward()
+        (want**2).sum().backward()
+        same(mine.grad, alone.grad)
+        same(model.running_var, plain.running_var)
+        alone.grad = None
+    assert model(x).is_global
 
 
 @on(2)

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .. import _torch
+from ..errors import RenamedError
 from ..placement import Placement
 from ..wrapper import SEEN_AS
 from .errors import GraphError
 
-__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "stage_of_tensor"]
+__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "bare", "stage_of_tensor"]
 
 
 class Block:
@@ -105,10 +108,15 @@ class Proxy:
         return copy.deepcopy(self._module, memo)
 
     def __getattr__(self, name: str) -> Any:
-        return _seen(getattr(self._module, name), self._blocks)
+        if name == "config" and not hasattr(self._module, name):
+            raise RenamedError("a module's .config is gone: .to(nn.graph.GraphModule) has set_stage(stage_id, placement) and activation_checkpointing")
+        value = getattr(self._module, name)
+        if name in WALKS and inspect.ismethod(value) and value.__func__ is getattr(WALKS[name], name):
+            return functools.partial(_walk, value, self._blocks)
+        return _seen(value, self._blocks)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
+        setattr(self._module, name, bare(value))
 
     def get_submodule(self, target: str) -> Any:
         """As ``torch.nn.Module.get_submodule``: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
@@ -116,6 +124,18 @@ class Proxy:
 
     def __getitem__(self, index: Any) -> Any:
         return _seen(self._module[index], self._blocks)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._module[index] = bare(value)
+
+    def __delitem__(self, index: Any) -> None:
+        del self._module[index]
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._module == (other._module if type(other) is Proxy else other))
+
+    def __hash__(self) -> int:
+        return hash(self._module)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(_seen(m, self._blocks) for m in self._module)
@@ -128,6 +148,28 @@ class Proxy:
 
     def __repr__(self) -> str:
         return repr(self._module)
+
+
+#: Torch's methods that give modules one by one, alone or by name, and whose they are. A class's own method of that name gives what it gives.
+WALKS = {
+    **dict.fromkeys(("children", "named_children", "modules", "named_modules"), torch.nn.Module),
+    **dict.fromkeys(("items", "values"), torch.nn.ModuleDict),
+}
+
+
+def bare(value: Any) -> Any:
+    """The module that a proxy stands for. Of a module that was made of proxies (``self.net = nn.Sequential(self.a, self.b)``): it, made of the modules."""
+    value = value._module if type(value) is Proxy else value
+    for module in value.modules() if isinstance(value, torch.nn.Module) else ():
+        for name, part in module._modules.items():
+            if type(part) is Proxy:
+                module._modules[name] = part._module  # before the walk comes to it
+    return value
+
+
+def _walk(method: Any, blocks: dict[int, GraphModule], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    for found in method(*args, **kwargs):
+        yield (found[0], _seen(found[1], blocks)) if isinstance(found, tuple) else _seen(found, blocks)
 
 
 def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:

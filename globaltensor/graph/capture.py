@@ -53,6 +53,7 @@ class Captured:
     read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
     logical_constants: dict[str, Any]  # what the logical graph's get_attr nodes name
+    slots: list[tuple[Any, Any]]  # (dict or list, key) of attributes whose tensors the program writes into
 
 
 def capture(
@@ -74,9 +75,10 @@ def capture(
         for i, s in enumerate(stand_ins):
             local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
             logical.placeholder(f"input_{i}", s)
+        logical.remember(named.values())
         try:
             with _torch.tracing(), fake:
-                with logical, marked(logical), hooks(logical):
+                with logical, marked(logical), hooks(logical), _unchanged(logical):
                     out = build(*args, **kwargs)
                 with local:
                     for t in tensors_in(out, []):
@@ -98,7 +100,24 @@ def capture(
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
         logical.constants,
+        logical.slots,
     )
+
+
+@contextlib.contextmanager
+def _unchanged(logical: Logical) -> Iterator[None]:
+    """Afterwards tensors from outside hold what they held before. Raises GraphError where build() has made one of another dtype, sbp or placement."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        lost = logical.given_back()
+        if lost and done:
+            raise GraphError(
+                f"build() makes {lost[0]} another tensor (of another dtype, sbp or placement, or swapped): it runs once, on stand-ins, and the graph goes on "
+                "with the tensor as it was. Do that before the graph is called (module.to(dtype), to_global); what is written into a tensor as it lies counts"
+            )
 
 
 @contextlib.contextmanager

@@ -14,13 +14,15 @@ from ..plans import tensors_in
 from ..wrapper import GlobalTensor
 from .errors import GraphError
 
-__all__ = ["apply_settings", "attributes", "check_captured", "check_optimizer", "modules_of"]
+__all__ = ["apply_settings", "attributes", "check_captured", "check_optimizer", "modules_of", "rebound"]
 
 
-def check_optimizer(optimizer: Any, schedules: Any) -> None:
-    """Raises GraphError for what is no optimizer, one that wants a closure, or a scheduler that wants a metric."""
+def check_optimizer(optimizer: Any, schedules: Any, others: Iterable[Optimizer]) -> None:
+    """Raises GraphError for what is no optimizer, one that wants a closure or is among ``others`` already, or a scheduler that wants a metric."""
     if not isinstance(optimizer, Optimizer):
         raise GraphError(f"add_optimizer: an optimizer of torch.optim is wanted, got {type(optimizer).__name__}")
+    if any(optimizer is other for other in others):
+        raise GraphError(f"add_optimizer: this {type(optimizer).__name__} is added already: it would step twice. Give its schedulers in a list, lr_sch=[...]")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise GraphError(f"add_optimizer: {type(optimizer).__name__} runs the model several times a step, through a closure: use it without a graph")
@@ -46,7 +48,7 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
     if not captured.scaled:
         raise GraphError(f"{graph.name} has an optimizer, but build() calls no backward(): call loss.backward() there, or leave out add_optimizer")
     read = {id(t) for t in captured.states}
-    mine = {id(p) for p in graph._owners()}
+    mine = {id(p) for p in graph._held_now().tensors}
     for entry in graph._optimizers:
         for group in entry.optimizer.param_groups:
             for p in group["params"]:
@@ -83,6 +85,12 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
         held += [function.__globals__.get(name) for name in code.co_names]
     found = {id(m): m for m in held if isinstance(m, torch.nn.Module)}
     return list(found.values())
+
+
+def rebound(programs: Iterable[Any]) -> frozenset[Any]:
+    """Which tensors the attributes hold in which programs keep a state: whoever puts another there means it to go on from that."""
+    slots = {(id(held), k): held for built in programs for held, k in built.captured.slots}
+    return frozenset((where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), []))) for (where, k), held in slots.items())
 
 
 def attributes(graph: Any) -> tuple[Any, ...]:

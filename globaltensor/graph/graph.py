@@ -24,9 +24,9 @@ from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .agree import Text, agree, agreed, seed_of, settings
-from .blocks import Proxy
+from .blocks import Proxy, bare
 from .capture import Captured, Result, capture
-from .checks import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of
+from .checks import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
 from .clip import clip
 from .config import Config
 from .dry import DryWorld
@@ -134,7 +134,7 @@ class Graph:
     def __setattr__(self, name: str, value: Any) -> None:
         if "_modules" not in self.__dict__:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__() before it sets attributes")
-        value = value._module if type(value) is Proxy else value
+        value = bare(value)
         if isinstance(value, torch.nn.Module):
             self._modules[name] = value
             self.__dict__.pop(name, None)
@@ -170,7 +170,7 @@ class Graph:
         all its micro-batches and stages clipped to that norm before the step. ``is_sparse`` is OneFlow's and has no effect. Raises GraphError for what is no
         optimizer, or a scheduler that wants a metric.
         """
-        check_optimizer(optim, lr_sch)
+        check_optimizer(optim, lr_sch, [entry.optimizer for entry in self._optimizers])
         self._optimizers.append(_Optimizer(optim, lr_sch))
         self.config.training = True
 
@@ -211,6 +211,7 @@ class Graph:
         return self.state_dict(destination)
 
     load_runtime_state_dict = load_state_dict
+    __reduce_ex__ = state.not_copied
 
     # Calls
 
@@ -226,27 +227,27 @@ class Graph:
         if not callable(func):
             raise GraphError(f"Graph.trace: a function or a module that takes and gives tensors, got {func!r}")
         graph = cls()
-        for i, module in enumerate(modules_of(func)):
-            graph._modules[f"module_{i}"] = module
+        graph._modules.update((f"module_{i}", module) for i, module in enumerate(modules_of(func)))
         graph.__dict__["build"] = func
         return graph
 
     @classmethod
-    def with_dynamic_input_shape(cls, *, size: int = 10, enable_shared: bool = True) -> Callable[[type[Graph]], type[Graph]]:
-        """Class decorator: keep the programs of the last ``size`` shapes of the inputs (every graph takes any shape; parameters are always shared)."""
+    def with_dynamic_input_shape(cls, *, size: int = 10, enable_shared: bool = True) -> Callable[[Any], Any]:
+        """Decorator of a graph's ``__init__`` (or of its class): keep the programs of the last ``size`` shapes of the inputs (every graph takes any shape)."""
         if not isinstance(size, int) or size < 1:
             raise GraphError(f"with_dynamic_input_shape: size is a number of shapes, at least 1, got {size!r}")
 
-        def decorated(graph_class: type[Graph]) -> type[Graph]:
-            original = graph_class.__init__
+        def decorated(target: Any) -> Any:
+            original = target.__init__ if isinstance(target, type) else target
 
             @functools.wraps(original)
             def init(self: Graph, *args: Any, **kwargs: Any) -> None:
                 original(self, *args, **kwargs)
                 self.__dict__["_size"] = size
 
-            graph_class.__init__ = init  # type: ignore[method-assign]
-            return graph_class
+            if isinstance(target, type):
+                target.__init__ = init  # type: ignore[misc]
+            return target if isinstance(target, type) else init
 
         return decorated
 
@@ -311,9 +312,6 @@ class Graph:
             self.__dict__["_held"] = Held(self._modules)
         return self._held  # type: ignore[no-any-return]
 
-    def _owners(self) -> list[torch.Tensor]:
-        return self._held_now().tensors
-
     def _attach(self) -> None:
         """The settings as they are now, those that are no part of a program; ZeRO."""
         apply_settings(self.config, [entry.optimizer for entry in self._optimizers])
@@ -353,7 +351,8 @@ class Graph:
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         held = self._held if self._held is not None else self._held_now()  # in a call `_places` has looked
-        return (_shape_of(args), _shape_of(kwargs), held.state(), self.config.version, self.training, attributes(self), _autocast_now())
+        given = _shape_of(args), _shape_of(kwargs)
+        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), rebound(self._built.values()))
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
@@ -367,7 +366,8 @@ class Graph:
                     self.__dict__["_arranged"] = SEARCHES[0](self, args, kwargs)  # parameters may lie otherwise after it
                     self._held_now()
                     key = self._key(args, kwargs)
-                found = self._built[key] = self._build(args, kwargs, micros)
+                found = self._build(args, kwargs, micros)
+                self._built[(*key[:-1], rebound([*self._built.values(), found]))] = found
             finally:
                 self.__dict__["_arranged"] = None
             while len(self._built) > max(1, self._size):
@@ -394,7 +394,7 @@ class Graph:
 
     def _programs(self, captured: Captured, stages: Sequence[Placement], args: Any, kwargs: Any, micros: int) -> Built:
         """This rank's programs. Collective."""
-        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._owners()}
+        owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
             passes.choose(captured.program, captured.constants, self.config.memory)
@@ -412,7 +412,7 @@ class Graph:
         """``around``: of the context in which modules say when they run, the one to run build() in."""
         self.__dict__["_captures"] += 1
         named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
-        kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._owners()} or {"cpu"}
+        kinds = {p.placement.type if isinstance(p, GlobalTensor) else p.device.type for p in self._held_now().tensors} or {"cpu"}
 
         def build(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -421,7 +421,7 @@ class Graph:
                         stack.enter_context(torch.autocast(kind, dtype=self.config.amp))
                 return self.build(*args, **kwargs)
 
-        hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks)
+        hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks, own=self.__dict__)
         applied = self._arranged or (None if self._plan is None else Applied(self._plan))
         return capture(build, args, kwargs, named, around(hooks if applied is None else functools.partial(following, applied, hooks)))
 

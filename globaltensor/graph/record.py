@@ -7,7 +7,7 @@ such a call runs, sees what it comes to on this rank's local tensors: torch func
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from ..boxing import box
 from ..dispatch import call
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
+from ..moved import MovedView
 from ..placement import Placement
 from ..plans import name_of, replaced, tensors_in
 from ..rules import UNSEEING
@@ -110,6 +111,11 @@ class Local(Differentiated):
         if isinstance(a, dict):
             return {k: self.standing(v) for k, v in a.items()}
         return a
+
+    def memory(self, t: torch.Tensor) -> Any:
+        """What tells apart the memory of this rank's part from that of others."""
+        part = t._local if isinstance(t, GlobalTensor) else t
+        return self._fakes.get(id(part), part).untyped_storage()._cdata
 
     def within(self, stand: torch.Tensor) -> bool:
         """Whether build() has made it."""
@@ -319,6 +325,21 @@ class Logical(Recorder):
         self.here: Placement | None = None  # of the stage whose module runs
         self.moved: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # what several need is brought to a stage once
         self.applied: Any = None  # the plan to follow (plan.py), if any
+        self.slots: list[tuple[Any, Any]] = []  # (dict or list, key) of attributes that hold a state
+        self.real: dict[int, tuple[Any, ...]] = {}  # global tensors from outside, and what they hold
+
+    def remember(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What tensors from outside hold, before build() does anything to them. (A moved view, asked what it holds, may bring itself up to date: an op.)"""
+        for t in tensors:
+            if isinstance(t, GlobalTensor) and not isinstance(t, MovedView) and id(t) not in self.real and not _torch.is_fake(t._local):
+                self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
+
+    def given_back(self) -> list[str]:
+        """The names of those that hold stand-ins; they get back what they held."""
+        lost = [held for held in self.real.values() if held[0]._local is not held[1]]
+        for t, local, spec, memory, own in lost:
+            t._local, t._spec, t._memory, t.__dict__ = local, spec, memory, own
+        return [self.names.get(id(held[0]), "a tensor from outside") for held in lost]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = recalled(func, kwargs or {})
@@ -328,6 +349,7 @@ class Logical(Recorder):
             return told
         if func is torch.Tensor.__bool__ and _asked_whether_causal(sys._getframe(1)):
             return False  # no shorter way is taken; the mask itself masks all the same
+        self.remember(tensors_in(kwargs, tensors_in(args, [])))
         if self.joins:
             args, kwargs = self._together(func, args, kwargs)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region

@@ -12,6 +12,7 @@ from torch import fx
 from ..distributed.world import world
 from ..plans import tensors_in
 from ..wrapper import GlobalTensor
+from .errors import GraphError
 
 __all__ = ["Debug", "describe", "lines"]
 
@@ -75,7 +76,7 @@ def describe(graph: Any) -> str:
     if graph._last is not None:
         for node in graph._last.captured.logical.nodes:
             if node.op in ("call_function", "call_method") and node.meta.get("calls"):
-                ops[node.meta["module"]].append(_line(node))
+                ops[node.meta["module"]].append(_line(node) + graph._debug.where(node))
         out.extend(f"  (INPUT:{_line(n).split('  # ')[0].split(' = ')[0]}: {' '.join(_kind(t) for t in tensors_in(n.meta['val'], []))})" for n in _given(graph))
     for name, module in graph._modules.items():
         for path, part in module.named_modules():
@@ -100,14 +101,22 @@ class Debug:
     """How much a graph tells, and on which ranks."""
 
     def __init__(self, level: int, ranks: Any, depth: int, only_user: bool, with_stack: bool) -> None:
+        if not isinstance(level, int) or not -1 <= level <= 3:
+            raise GraphError(f"debug: v_level is -1 (nothing), 0, 1, 2 or 3 (all), got {level!r}")
+        if not isinstance(ranks, (int, type(None))) and not (isinstance(ranks, (list, tuple, range)) and all(isinstance(r, int) for r in ranks)):
+            raise GraphError(f"debug: ranks is a rank, a list of them, -1 for all or None for rank 0, got {ranks!r}")
         self.level, self.depth, self.only_user, self.with_stack = level, depth, only_user, with_stack
         self.ranks = ranks
+
+    def where(self, node: fx.Node) -> str:
+        """The line of code that has made an op, if it is to be told."""
+        return f"   ({node.meta['where']})" if self.with_stack and node.meta.get("where") else ""
 
     def wanted(self) -> bool:
         if self.level < 0:
             return False
         here = world().rank
-        return here == 0 if self.ranks is None else self.ranks == -1 or here in ([self.ranks] if isinstance(self.ranks, int) else list(self.ranks))
+        return here == 0 if self.ranks is None else any(r in (-1, here) for r in ([self.ranks] if isinstance(self.ranks, int) else self.ranks))
 
     def log(self, graph: Any, captured: Any, module: Any) -> None:
         """Tell of a graph that has just been built."""
@@ -121,7 +130,6 @@ class Debug:
             log.warning("%s\n%s", prefix, describe(graph))
         if self.level >= 2:
             for node in captured.logical.nodes:
-                where = f"   ({node.meta['where']})" if self.with_stack and node.meta.get("where") else ""
-                log.warning("%s %s%s", prefix, _line(node), where)
+                log.warning("%s %s%s", prefix, _line(node), self.where(node))
         if self.level >= 3:
             log.warning("%s program:\n%s", prefix, module.code)

@@ -9,10 +9,12 @@ import torch
 
 from ..tensor import full
 from ..wrapper import GlobalTensor
+from .errors import GraphError
 
-__all__ = ["load_state_dict", "state_dict"]
+__all__ = ["load_state_dict", "not_copied", "state_dict"]
 
-STEP = "System-Train-TrainStep"  # OneFlow's name
+STEP = "System-Train-TrainStep"  # OneFlow's name, and as there a tensor of one number
+TRAINING = ("optimizers", "lr_schedulers")
 
 
 def state_dict(graph: Any, destination: Any = None) -> Any:
@@ -22,7 +24,7 @@ def state_dict(graph: Any, destination: Any = None) -> Any:
     if graph._optimizers:
         out["optimizers"] = [entry.optimizer.state_dict() for entry in graph._optimizers]
         out["lr_schedulers"] = [[s.state_dict() for s in _schedules(entry)] for entry in graph._optimizers]
-        out[STEP] = graph._steps
+        out[STEP] = torch.tensor([graph._steps])
     if graph._scaler is not None:
         out["grad_scaler"] = graph._scaler.state_dict()
     out["rng"] = torch.get_rng_state()
@@ -34,25 +36,50 @@ def _schedules(entry: Any) -> list[Any]:
 
 
 def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
-    missing = [name for name in graph._modules if name not in saved]
-    if missing and strict:
-        had = ", ".join(map(str, saved))
-        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass strict=False to leave them")
+    if strict:
+        _check(graph, saved)
     for name, module in graph._modules.items():
         if name in saved:
             module.load_state_dict(saved[name], strict=strict)
-    for entry, kept in zip(graph._optimizers, saved.get("optimizers", ()), strict=strict):
+    for entry, kept in zip(graph._optimizers, saved.get("optimizers", ()), strict=False):
         entry.optimizer.load_state_dict(kept)
-    for entry, kept in zip(graph._optimizers, saved.get("lr_schedulers", ()), strict=strict):
-        for schedule, one in zip(_schedules(entry), kept, strict=True):
+    for entry, kept in zip(graph._optimizers, saved.get("lr_schedulers", ()), strict=False):
+        for schedule, one in zip(_schedules(entry), kept, strict=False):
             schedule.load_state_dict(one)
     if graph._scaler is not None and "grad_scaler" in saved:
         graph._scaler.load_state_dict(saved["grad_scaler"])
-    graph.__dict__["_steps"] = saved.get(STEP, graph._steps)
+    graph.__dict__["_steps"] = int(_plain(saved.get(STEP, graph._steps)))
     if "rng" in saved:
         torch.set_rng_state(_plain(saved["rng"]))
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+def _check(graph: Any, saved: Any) -> None:
+    """Before anything is loaded. What a graph without optimizers is given of those of another is no error: it evaluates what that one trains."""
+    wanted = [*graph._modules, *(TRAINING if graph._optimizers else ())]
+    other = [name for name in saved if name not in wanted and name not in (*TRAINING, STEP, "grad_scaler", "rng")]
+    missing = [name for name in wanted if name not in saved]
+    if missing:
+        had = ", ".join(map(str, saved))
+        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass strict=False to leave them")
+    if other:
+        raise RuntimeError(f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not: pass strict=False to leave them")
+    if graph._optimizers:
+        has = [len(kept) for kept in saved["lr_schedulers"]]
+        mine = [len(_schedules(entry)) for entry in graph._optimizers]
+        if len(saved["optimizers"]) != len(mine) or has != mine:
+            raise RuntimeError(
+                f"{graph.name}: the state is of {len(saved['optimizers'])} optimizers with {has} schedulers, the graph has {len(mine)} with {mine}: add as "
+                "many, or pass strict=False to load those that both have"
+            )
+
+
+def not_copied(graph: Any, protocol: Any) -> Any:
+    """In place of ``__reduce_ex__``: a graph is code, and programs for the ranks of this job."""
+    raise GraphError(
+        f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), and load_state_dict() it into a graph that the same class makes"
+    )
+
+
+def _plain(x: Any) -> Any:
     """A state may come as `to_global` has made it, every tensor of it global."""
     return full(x) if isinstance(x, GlobalTensor) else x

@@ -39,15 +39,15 @@ def _cut_off(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical) -> Iterator[None]:
-    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs."""
+def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical, own: dict[str, Any] | None = None) -> Iterator[None]:
+    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs. ``own``: the attributes of the graph."""
     watcher = _Watcher(logical)
     logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
     try:
         for name, module in modules.items():
             for path, part in module.named_modules():
                 watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
-        with averaged(modules), kept(modules):
+        with averaged(modules), kept(modules, own or {}, logical):
             yield
     finally:
         watcher.leave()
@@ -61,6 +61,8 @@ class _Watcher:
         self.before: list[tuple[Any, ...]] = []
         self.here: Placement | None = None  # of the stage that runs
         self.borrowed: list[tuple[torch.nn.Module, str, Any]] = []
+        self.places: dict[int, Placement] = {}  # where the stages lie that have run
+        self.ran: set[int] = set()  # ids of modules with a stage
 
     def leave(self) -> None:
         for handle in self.handles:
@@ -69,21 +71,22 @@ class _Watcher:
 
     def around(self, path: str, block: Block | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            logical = self.logical
+            logical, given = self.logical, tensors_in(kwargs, tensors_in(args, []))
             self.before.append((logical.path, logical.stage, logical.region, self.here, len(self.borrowed)))
             logical.path = [path]
             if block is not None:
                 if block.activation_checkpointing and logical.region is None:
                     logical.region = next(self.regions)
-                if block.stage_id is not None:
-                    logical.stage = block.stage_id
-                if block.placement is not None:
-                    self.here = logical.here = block.placement
+                stage, where = self.turn(module, block, given)
+                if stage is not None:
+                    logical.stage = stage
+                if where is not None:
+                    self.here = logical.here = where
             if self.here is not None:
                 self.borrow(module)
             if block is None or block.placement is None:
                 return None
-            these = iter([self.brought(t) for t in tensors_in(kwargs, tensors_in(args, []))])
+            these = iter([self.brought(t) for t in given])
             return replaced(args, these), replaced(kwargs, these)
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -93,6 +96,19 @@ class _Watcher:
 
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
+
+    def turn(self, module: torch.nn.Module, block: Block, given: list[torch.Tensor]) -> tuple[int | None, Placement | None]:
+        """Where a module runs: in its stage; in a model that was cut, when it is called once more with what comes from a later stage, there, as an op would."""
+        stage, where = block.stage_id, block.placement
+        if stage is None or where is None:
+            return stage, where
+        self.places[stage] = where
+        again = id(module) in self.ran
+        self.ran.add(id(module))
+        if again and self.logical.joins:
+            nodes = [self.logical.known.get(id(t)) for t in given]
+            stage = max([stage, *(s for node in nodes if node is not None and (s := node.meta.get("reached")) in self.places)])
+        return stage, self.places[stage]
 
     def brought(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor on the placement of the stage that runs, with its sbp as it is."""

@@ -365,7 +365,7 @@ def _embedding_bag_of_bounded_rows(
 def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
     """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place: each rank those that it holds."""
     norms = torch.linalg.vector_norm(weight.detach(), norm_type, 1, keepdim=True)
-    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, indices.reshape(-1), True)
+    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, indices.reshape(-1).long(), True)
     return weight.mul_(torch.where(asked & (norms > max_norm), max_norm / (norms + 1e-7), 1.0))
 
 
@@ -415,7 +415,10 @@ _choice_by_mask = RULES[torch.where].describe
 
 @rule("where", scalars=True)
 def _where(op: Op, *args: Any, **kwargs: Any) -> None:
+    condition = args[0] if args else kwargs.get("condition")
     if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
         op.composite = lambda condition: condition.nonzero(as_tuple=True)
+    elif isinstance(condition, Arg) and condition.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
+        op.composite = lambda condition, *args, **kwargs: torch.where(condition.bool(), *args, **kwargs)
     else:
         _choice_by_mask(op, *args, **kwargs)

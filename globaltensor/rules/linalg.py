@@ -116,6 +116,7 @@ def _as_real(op: Op, input: Arg) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
+    op.local = unless_empty(op, torch.view_as_real)  # its backward takes no gradient that is an expanded nothing
 
 
 @rule([torch.view_as_complex])

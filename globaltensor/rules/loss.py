@@ -238,6 +238,9 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
             op.set(weight, (at,))
         if not soft and target.dtype not in (torch.int64, torch.uint8):
             raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
+        if target.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
+            op.composite = lambda *a, **k: function(**{**(call := read(*a, **k)), "target": call["target"].long()})
+            return
         if split_in(x, [at]) or (soft and split_in(target, [at])):
             op.compose(lambda *a, **k: over_split(read(*a, **k)))
             return

@@ -164,13 +164,16 @@ def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
         swap = indexing == "xy" and len(these) > 1
         if swap:
             these[:2] = these[1::-1]
+        for t in these:
+            if t.dim() > 1:  # torch's kernel says so, but not that for meta tensors
+                raise RuntimeError(f"torch.meshgrid: Expected 0D or 1D tensor in the tensor list but got shape {list(t.shape)}")
         sizes = [t.numel() for t in these]
         grids = [t.reshape([n if k == i else 1 for k in range(len(sizes))]).expand(sizes) for i, (t, n) in enumerate(zip(these, sizes, strict=True))]
         if swap:
             grids[:2] = grids[1::-1]
         return tuple(grids)
 
-    op.composite = run
+    op.compose(run)
 
 
 # ---------------------------------------------------------------------------------------------------------------- diagonals
