@@ -607,11 +607,9 @@ class Trained(flow.nn.Graph):
         return loss
 
 
-def a_state_set_back() -> None:
+def a_state_set_back(base: nn.Module) -> None:
     placement = flow.placement("cpu", [0, 1])
-    torch.manual_seed(0)
-    want = Remembers()
-    local, ours = copy.deepcopy(want), copy.deepcopy(want)
+    want, local, ours = (copy.deepcopy(base) for _ in range(3))
     ours.to_global(placement, B)
     there = lambda t: t.to_global(placement, B)  # noqa: E731
     graphs, optimizer = (Trained(local), Trained(ours)), torch.optim.SGD(want.parameters(), lr=0.5)
@@ -635,7 +633,7 @@ def a_state_set_back() -> None:
 
 
 def test_a_state_that_is_set_back() -> None:
-    simulate(2, a_state_set_back)
+    simulate(2, a_state_set_back, Remembers())
 
 
 def test_tensors_left_in_lists_and_dicts_are_told() -> None:
