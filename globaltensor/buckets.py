@@ -56,6 +56,24 @@ class Buckets(Generic[T]):
             self.missing[where] -= 1
         elif times == planned + 1:
             self.missing[where] += 1
+        return self._ready()
+
+    def again(self, number: int) -> None:
+        """One arrival more that is in the item already."""
+        times, nbytes, key = self.seen[number]
+        self.seen[number] = (times + 1, nbytes, key)
+        where = self.bucket.get(number)
+        if where is not None and times == self.plan[where][number]:
+            self.missing[where] += 1
+
+    def whole(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
+        """All items of a bucket of the plan, none of which had arrived, as planned -> the buckets that are now ready to go, in order."""
+        self.items.update(items)
+        self.seen.update({n: self.planned[n] for n in self.plan[where]})
+        self.missing[where] = 0
+        return self._ready()
+
+    def _ready(self) -> list[list[T]]:
         ready = []
         while self.sent < len(self.plan) and not self.missing[self.sent]:
             ready.append([self.items.pop(n) for n in self.plan[self.sent]])

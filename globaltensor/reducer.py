@@ -75,6 +75,7 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
+        self.small: _Small | None = None  # the planned bucket that its gradient waits for
         self._sizes: dict[torch.dtype, tuple[int, tuple[Any, ...]]] = {}  # see `size`
         #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
         self.cuts: list[tuple[slice, ...]] = []
@@ -87,6 +88,7 @@ class LeafGradient:
     def keep(self, shares: Stored | None) -> None:
         """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
         self._sizes.clear()
+        self.small = None
         placement, rank = self.spec.placement, world().rank
         if shares is not None:
             self.kept, self.ranks, self.way = shares, shares.ranks(rank), (shares.placement, shares.axes, True)
@@ -111,7 +113,7 @@ class LeafGradient:
 
     def sum_in(self, dtype: torch.dtype | None) -> None:
         """From now on it is summed in this dtype; None: in its own."""
-        self.reduce_dtype = dtype
+        self.reduce_dtype, self.small = dtype, None
         self._sizes.clear()
 
     def arrived(self, local: torch.Tensor) -> None:
@@ -168,6 +170,18 @@ class _Room:
         self.flat, self.parts = flat, parts
 
 
+class _Small:
+    """A planned bucket without a room, each of whose leaves gets one gradient in a pass. These stay where they come until all are there: one look at all
+    costs less than one at each."""
+
+    __slots__ = ("came", "dtype", "index", "open", "size")
+
+    def __init__(self, index: int, size: int, dtype: torch.dtype) -> None:
+        self.index, self.size, self.dtype = index, size, dtype
+        self.came: dict[int, LeafGradient] = {}  # in this pass, by number
+        self.open = True  # it has not been seen to yet in this pass
+
+
 class Reducer:
     """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
 
@@ -176,6 +190,7 @@ class Reducer:
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
         self.rooms: dict[int, _Room | None] = {}  # of this pass, by the planned bucket
+        self.small: list[_Small] = []
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
         self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
         self.numbers = 0
@@ -203,9 +218,56 @@ class Reducer:
             _torch.queue_backward_callback(self.finish)
 
     def add(self, leaf: LeafGradient) -> None:
+        """A leaf's gradient has come."""
         if not self.queued:
             self.at_end()
-        grad = leaf.take()
+        small = leaf.small
+        if small is None or not small.open:
+            self._take(leaf, leaf.take())
+            return
+        came = small.came
+        if leaf.number in came:  # once more, into the same tensor
+            self._part(small)
+            self.buckets.again(leaf.number)
+            return
+        came[leaf.number] = leaf
+        if len(came) == small.size:
+            self._join(small)
+
+    def _join(self, small: _Small) -> None:
+        """All gradients of a small bucket are there."""
+        came, small.came, small.open = small.came, {}, False
+        items = {n: (came[n], came[n].take()) for n in self.buckets.plan[small.index]}
+        kind = small.dtype
+        if all(g is not None and g.dtype is kind and not g.requires_grad and g.layout is torch.strided for _, g in items.values()):
+            for bucket in self.buckets.whole(small.index, items):  # type: ignore[arg-type]
+                self.send(bucket)
+        else:
+            for leaf, grad in items.values():
+                self._take(leaf, grad)
+
+    def _part(self, small: _Small) -> None:
+        """Take the gradients of a small bucket one by one: in this pass it is another."""
+        came, small.came, small.open = small.came, {}, False
+        for leaf in came.values():
+            self._take(leaf, leaf.take())
+
+    def _form(self) -> None:
+        """After a plan was made: which of its buckets are small."""
+        for leaf in self.leaves.values():
+            leaf.small = None
+        self.small.clear()
+        for i, bucket in enumerate(self.buckets.plan):
+            planned = [self.buckets.planned[n] for n in bucket]
+            (way, _, dtype, _), leaves = planned[0][2], [self.leaves.get(n) for n in bucket]  # type: ignore[misc]
+            if all(times == 1 for times in bucket.values()) and sum(nbytes for _, nbytes, _ in planned) < ROOM_BYTES and not way[2]:
+                small = _Small(i, len(bucket), dtype)
+                self.small.append(small)
+                for leaf in leaves:
+                    if leaf is not None:
+                        leaf.small = small
+
+    def _take(self, leaf: LeafGradient, grad: torch.Tensor | None) -> None:
         if grad is None:
             return
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
@@ -250,6 +312,7 @@ class Reducer:
         """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
         sizes = {leaf.number: leaf.size(leaf.local.dtype) for leaf in leaves}
         self.buckets.expect({n: (1, *size) for n, size in sizes.items()}, {key: limit for _, key in sizes.values() if key[0][2]})
+        self._form()
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         """Let go of gradients; each rank gets its shares of their sums."""
@@ -314,14 +377,23 @@ class Reducer:
         self.before, self.sent, self.finished, self.alone = [], [], [], []
         self.under_way.clear()
         self.rooms.clear()
+        for small in self.small:
+            for leaf in small.came.values():
+                leaf.take()
+            small.came, small.open = {}, True
 
     def finish(self) -> None:
         """The end of a backward pass."""
         try:
             for before in self.before:
                 before()
+            for small in self.small:
+                self._part(small)
+            plan = self.buckets.planned
             for rest in self.buckets.finish():
                 self.send(rest)
+            if self.buckets.planned is not plan:
+                self._form()
             while self.under_way:
                 self.receive()
             for bucket, flat, handle, later in self.sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import globaltensor as flow
 from globaltensor import reducer
@@ -33,6 +36,39 @@ def test_the_same_whatever_the_order() -> None:
         results = [passed(order, b) for order, b in zip(orders, ranks, strict=True)]
         assert results[0] == results[1] == results[2]
         assert sorted(itertools.chain(*results[0])) == sorted(set(every))
+
+
+def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[int]]:
+    """As `passed`; what the plan has once waits until all of its bucket is there."""
+    out: list[list[int]] = []
+    came: dict[int, list[int]] = {i: [] for i, bucket in enumerate(buckets.plan) if set(bucket.values()) == {1}}  # of buckets not seen to yet
+    for n in arrivals:
+        where = buckets.bucket.get(n, -1)
+        if where not in came:
+            out += buckets.add(n, n, 4 * n, n % 2)
+        elif n in came[where]:
+            for waiting in came.pop(where):
+                out += buckets.add(waiting, waiting, 4 * waiting, waiting % 2)
+            buckets.again(n)
+        else:
+            came[where].append(n)
+            if len(came[where]) == len(buckets.plan[where]):
+                out += buckets.whole(where, {n: n for n in came.pop(where)})
+    for n in itertools.chain(*came.values()):
+        out += buckets.add(n, n, 4 * n, n % 2)
+    return out + buckets.finish()
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=12), min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_whole_buckets_are_the_same(passes: list[list[int]], draw: random.Random) -> None:
+    one: Buckets[int] = Buckets(8, 24, lambda a, b: a)
+    other: Buckets[int] = Buckets(8, 24, lambda a, b: a)
+    for arrivals in passes:
+        # As often as before, or all of it comes at once: which of two arrivals a bucket leaves after is a matter of their order (see `Buckets`).
+        order = arrivals if len(set(arrivals)) < len(arrivals) else draw.sample(arrivals, len(arrivals))
+        assert passed(arrivals, one) == passed_by_bucket(order, other)
+        assert one.plan == other.plan
+        assert one.planned == other.planned
 
 
 def test_a_leaf_that_stays_away_and_a_new_one() -> None:
@@ -96,5 +132,52 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
         assert reducer.reducer().flats
         for mine, plain in zip(got, want, strict=True):
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
+
+    simulate(2, on_ranks)
+
+
+@given(st.data())
+@settings(max_examples=12)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_gradients_of_leaves_that_come_and_stay_away(data: st.DataObject) -> None:
+    """Small buckets, which wait until all of them is there: other leaves in each pass, other orders, two passes before a step, gradients of gradients,
+    some that are looked at on the way, others whose sums are taken in another dtype."""
+    count = 6
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(count)]
+    x = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+    kinds = ["backward", "backward", "backward", "accumulate", "twice differentiable", "hooked", "summed in float32"]
+    drawn = [(data.draw(st.permutations(range(count)).flatmap(lambda o: st.integers(1, count).map(lambda n: o[:n]))), data.draw(st.sampled_from(kinds)))
+             for _ in range(6)]  # fmt: skip
+
+    def trained(leaves: list[Any], x: Any, ours: bool) -> list[Any]:
+        found: list[Any] = []
+        for used, kind in drawn:
+            if kind == "summed in float32" and ours:
+                flow.reduce_dtype(leaves[used[0]], torch.float32)
+            hook = leaves[used[0]].register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone())) if kind == "hooked" else None
+            y = x
+            for i in used:
+                y = (y * leaves[i]).sin()
+            with flow.no_sync() if kind == "accumulate" else contextlib.nullcontext():
+                y.square().mean().backward(create_graph=kind == "twice differentiable")
+            if hook is not None:
+                hook.remove()
+            if kind == "accumulate":
+                continue
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    found.append(leaf.grad.detach().clone())
+                    leaf.grad = None
+        return found
+
+    want = trained([v.clone().requires_grad_() for v in values], x, False)
+
+    def on_ranks() -> None:
+        pair = flow.placement("cpu", [0, 1])
+        leaves = [v.clone().to_global(pair, flow.sbp.broadcast).requires_grad_() for v in values]  # type: ignore[attr-defined]
+        got = trained(leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)), True)  # type: ignore[attr-defined]
+        for mine, plain in zip(got, want, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain, rtol=1e-5, atol=1e-6)
 
     simulate(2, on_ranks)

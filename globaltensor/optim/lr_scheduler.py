@@ -1,0 +1,141 @@
+"""``flow.optim.lr_scheduler``: torch's schedulers, and OneFlow's two that torch lacks. A step is what torch calls an epoch."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..borrowed import names_of_torch as _names_of_torch
+
+__all__ = ["CosineDecayLR", "WarmUpLR", "WarmupLR"]
+
+__getattr__ = _names_of_torch(__name__)
+
+
+class _Scheduler(LRScheduler):
+    def __init__(self, optimizer: Optimizer, last_step: int, verbose: bool) -> None:
+        self.verbose = verbose
+        super().__init__(optimizer, last_step)
+
+    @property
+    def last_step(self) -> int:
+        """The index of the last step: torch's ``last_epoch``."""
+        return self.last_epoch
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step."""
+        super().step(epoch)
+        if self.verbose:
+            sys.stdout.write(f"step {self.last_epoch}: learning rates {', '.join(f'{lr:.4g}' for lr in self.get_last_lr())}\n")
+
+
+class CosineDecayLR(_Scheduler):
+    """The rate falls along half a cosine (Loshchilov and Hutter 2017, "SGDR", without restarts) to ``alpha`` times itself in ``decay_steps`` steps, and stays
+    there. Raises ValueError unless ``decay_steps`` is positive."""
+
+    def __init__(self, optimizer: Optimizer, decay_steps: int, alpha: float = 0.0, last_step: int = -1, verbose: bool = False) -> None:
+        if decay_steps <= 0:
+            raise ValueError(f"CosineDecayLR: decay_steps must be positive, got {decay_steps}")
+        self.decay_steps, self.alpha = decay_steps, alpha
+        super().__init__(optimizer, last_step, verbose)
+
+    def get_lr(self) -> list[Any]:
+        """The rates of the groups at this step."""
+        fallen = 0.5 * (1 + math.cos(math.pi * min(self.last_epoch, self.decay_steps) / self.decay_steps))
+        return [base * ((1 - self.alpha) * fallen + self.alpha) for base in self.base_lrs]
+
+
+class WarmupLR(_Scheduler):
+    """Rates begin at ``warmup_factor`` times the optimizer's and for ``warmup_iters`` steps stay there ("constant") or grow evenly ("linear").
+
+    Given a scheduler, they then go by it. It goes on all along: the growth ends where it will be by then; with ``warmup_prefix`` it begins when the growth,
+    to the optimizer's own rates, has ended. Call ``step`` of this one alone. Raises ValueError for another method, for something that is neither a scheduler
+    nor an optimizer, and for no steps with an optimizer.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> schedule = WarmupLR(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), warmup_factor=0.5, warmup_iters=2, warmup_prefix=True)
+    >>> rates = []
+    >>> for _ in range(5):
+    ...     rates.append(round(schedule.get_last_lr()[0], 6))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.05, 0.075, 0.1, 0.05, 0.025]
+    """
+
+    def __init__(
+        self, scheduler_or_optimizer: LRScheduler | Optimizer, warmup_factor: float = 1.0 / 3, warmup_iters: int = 5, warmup_method: str = "linear",
+        warmup_prefix: bool = False, last_step: int = -1, verbose: bool = False,
+    ) -> None:  # fmt: skip
+        if not isinstance(scheduler_or_optimizer, (LRScheduler, Optimizer)):
+            raise ValueError(f"WarmupLR: takes a scheduler or an optimizer, got {type(scheduler_or_optimizer).__name__}")
+        if warmup_method not in ("linear", "constant"):
+            raise ValueError(f'WarmupLR: warmup_method is "linear" or "constant", got {warmup_method!r}')
+        self.scheduler = scheduler_or_optimizer if isinstance(scheduler_or_optimizer, LRScheduler) else None
+        if self.scheduler is None and warmup_iters <= 0:
+            raise ValueError(f"WarmupLR: warmup_iters must be positive where there is no scheduler to go on with, got {warmup_iters}")
+        self.warmup_factor, self.warmup_iters, self.warmup_method, self.warmup_prefix = warmup_factor, warmup_iters, warmup_method, warmup_prefix
+        optimizer = scheduler_or_optimizer if self.scheduler is None else self.scheduler.optimizer
+        self._ends = self._foreseen(optimizer)
+        super().__init__(optimizer, last_step, verbose)  # type: ignore[arg-type]
+
+    def _foreseen(self, optimizer: Any) -> list[Any] | None:
+        """The rates that the scheduler will have come to when the growth ends; None: the optimizer's own."""
+        scheduler = self.scheduler
+        if scheduler is None or self.warmup_prefix:
+            return None
+        state, groups = scheduler.state_dict(), [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a step of the optimizer comes first
+            for _ in range(scheduler.last_epoch, self.warmup_iters):
+                scheduler.step()
+        ends = scheduler.get_last_lr()
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        scheduler.load_state_dict(state)
+        return ends
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step. Raises ValueError for ``epoch``: rates here follow one another."""
+        if epoch is not None:
+            raise ValueError("WarmupLR: step() takes no epoch; to go on from a step, load_state_dict")
+        scheduler = self.scheduler
+        if scheduler is not None and self.last_epoch >= (self.warmup_iters if self.warmup_prefix else 0):
+            for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr  # schedulers of torch go on from the rates they find
+            scheduler.step()
+        super().step()
+
+    def get_lr(self) -> list[Any]:
+        """The rates of the groups at this step."""
+        at = self.last_epoch
+        if at >= self.warmup_iters:
+            return list(self.base_lrs if self.scheduler is None else self.scheduler.get_last_lr())
+        starts = [base * self.warmup_factor for base in self.base_lrs]
+        if self.warmup_method == "constant":
+            return starts
+        ends = self.base_lrs if self._ends is None else self._ends
+        return [start + (end - start) * at / self.warmup_iters for start, end in zip(starts, ends, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This one's state, with that of the scheduler it goes on with."""
+        state = {k: v for k, v in super().state_dict().items() if k != "scheduler"}
+        return state if self.scheduler is None else {**state, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state. Raises ValueError where it has a scheduler's state and this one no scheduler, or the other way round."""
+        state = dict(state_dict)
+        if ("scheduler" in state) != (self.scheduler is not None):
+            raise ValueError("WarmupLR: the state and this one must both go on with a scheduler, or neither")
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state.pop("scheduler"))
+        super().load_state_dict(state)
+
+
+WarmUpLR = WarmupLR
