@@ -8,7 +8,6 @@ they are reduce-scattered.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections import OrderedDict, deque
@@ -22,12 +21,13 @@ from .boxing import box
 from .buckets import Buckets
 from .distributed.world import world
 from .errors import GlobalTensorError
+from .flats import Flats
 from .placement import Placement
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "keep_let_go_memory", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
+    "LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
 ]  # fmt: skip
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
@@ -36,18 +36,6 @@ Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 ROOM_BYTES = FIRST_BYTES  # a bucket of this size has its room before its gradients come
 _UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arrived
-
-
-_LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follows
-
-
-@functools.cache
-def keep_let_go_memory() -> None:
-    """Let this process keep the memory that a step lets go for the next one. The C library gives what is free at the end of its heap back to the system once
-    that is more than twice the largest block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and mapped anew: thousands
-    in a step. So let go of a large one, which costs nothing as it is never touched. (torch's DistributedDataParallel does so without meaning to, where it
-    forms its buckets anew.)"""
-    torch.empty(_LARGEST, dtype=torch.uint8)
 
 
 def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -192,9 +180,10 @@ class Reducer:
         self.rooms: dict[int, _Room | None] = {}  # of this pass, by the planned bucket
         self.small: list[_Small] = []
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
-        self.flats: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.flats = Flats()
         self.numbers = 0
-        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Any, bool]] = []  # the last: whether its factor is still to come
+        #: A bucket, its gradients in a row, the part of each, what to wait for, whether its factor is still to come.
+        self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Sequence[torch.Tensor], Any, bool]] = []
         self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = deque()  # buckets of shares
         self.finished: list[LeafGradient] = []
         self.queued = False
@@ -296,17 +285,8 @@ class Reducer:
         alike = summed_in is dtype and all(leaf.size(leaf.local.dtype)[1] == key for leaf in leaves)
         if len(leaves) < len(numbers) or not alike or size * dtype.itemsize < ROOM_BYTES:
             return None
-        flat = self._flat((key, where), size + 1, dtype, device)  # one more, for what rides with it
+        flat = self.flats.take((key, where), size + 1, dtype, device)  # one more, for what rides with it
         return _Room(flat, dict(zip(numbers, _torch.parts_of(flat[:size], [leaf.local for leaf in leaves]), strict=True)))
-
-    def _flat(self, key: Any, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for gradients side by side. They stay where they were summed. What is touched for the first time costs more than a copy: it serves again once
-        they have been let go."""
-        keep_let_go_memory()
-        flat = self.flats.get(key)
-        if flat is None or flat.numel() != size or _torch.memory_is_shared(flat):
-            flat = self.flats[key] = torch.empty(size, dtype=dtype, device=device)
-        return flat
 
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
         """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
@@ -348,13 +328,15 @@ class Reducer:
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
         room = self.rooms.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         if room is not None and len(bucket) == len(room.parts) and all(g is room.parts.get(leaf.number) for leaf, g in bucket):
-            flat = room.flat if rider is not None else room.flat[:-1]
-            if rider is not None:
-                flat[-1:] = rider
+            flat, parts = room.flat if rider is not None else room.flat[:-1], [g for _, g in bucket]
         else:
-            parts = [g.reshape(-1) for _, g in bucket] + ([rider] if rider is not None else [])
-            flat = self._flat((way, kind, parts[0].device, len(self.sent)), sum(p.numel() for p in parts), kind, parts[0].device)
-            torch.cat(parts, out=flat)
+            grads = [g for _, g in bucket]
+            size, device = sum(g.numel() for g in grads), grads[0].device
+            flat = self.flats.take((way, kind, device, len(self.sent)), size + (rider is not None), kind, device)
+            parts = _torch.parts_of(flat[:size], grads)
+            _torch.copy_all(parts, grads)
+        if rider is not None:
+            flat[-1:] = rider
         # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
         later = rider is not None or (self.owed is not None and self.owed.riding)
         if not later and (factor := self.factor()) != 1:
@@ -363,7 +345,7 @@ class Reducer:
         if rider is not None and self.owed is not None and handle is not None:
             self.owed.ride(handle.wait, flat[-1:])
             flat = flat[:-1]
-        self.sent.append((bucket, flat, handle, later))
+        self.sent.append((bucket, flat, parts, handle, later))
         return None
 
     def factor(self) -> float:
@@ -396,13 +378,13 @@ class Reducer:
                 self._form()
             while self.under_way:
                 self.receive()
-            for bucket, flat, handle, later in self.sent:
+            for bucket, flat, parts, handle, later in self.sent:
                 if handle is not None:
                     handle.wait()
                 if later and (factor := self.factor()) != 1:
                     flat *= factor
                 same = flat.dtype is bucket[0][1].dtype
-                for (leaf, grad), part in zip(bucket, _torch.parts_of(flat, [grad for _, grad in bucket]), strict=True):
+                for (leaf, grad), part in zip(bucket, parts, strict=True):
                     leaf.put(part if same and grad.is_contiguous() else grad.copy_(part))
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):

@@ -20,6 +20,7 @@ MOST_LINES = 500
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("late",),
     ("_torch", "errors", "outputs", "buckets", "borrowed", "bodies"),
+    ("flats",),
     ("visible",),
     ("sbp", "placement"),
     ("spec",),

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import sharded
+from .. import flats, sharded
 from ..distributed.world import world
 from ..placement import Placement
-from ..reducer import keep_let_go_memory, reducer
+from ..reducer import reducer
 from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from . import passes, report, state
@@ -68,7 +68,7 @@ class Built:
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
         """The results of each micro-batch; gradients are summed over the ranks in the last one."""
-        keep_let_go_memory()
+        flats.keep_let_go_memory()
         if self.staged is not None:
             outs: Any = self.staged(micros, scale)
         else:

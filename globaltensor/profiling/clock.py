@@ -11,7 +11,7 @@ import torch
 
 from ..distributed.comm import Comm
 from ..distributed.world import World, world
-from ..reducer import keep_let_go_memory
+from ..flats import keep_let_go_memory
 
 __all__ = ["Case", "Clock"]
 
