@@ -59,7 +59,9 @@ class Buckets(Generic[T]):
         return self._ready()
 
     def again(self, number: int) -> None:
-        """One arrival more that is in the item already."""
+        """One arrival more that is in the item already, if there is one."""
+        if number not in self.seen:
+            return
         times, nbytes, key = self.seen[number]
         self.seen[number] = (times + 1, nbytes, key)
         where = self.bucket.get(number)

@@ -63,7 +63,7 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
-        self.small: _Small | None = None  # the planned bucket that its gradient waits for
+        self.planned: _Planned | None = None  # the bucket that its gradient waits for
         self._sizes: dict[torch.dtype, tuple[int, tuple[Any, ...]]] = {}  # see `size`
         #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
         self.cuts: list[tuple[slice, ...]] = []
@@ -76,7 +76,7 @@ class LeafGradient:
     def keep(self, shares: Stored | None) -> None:
         """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
         self._sizes.clear()
-        self.small = None
+        self.planned = None
         placement, rank = self.spec.placement, world().rank
         if shares is not None:
             self.kept, self.ranks, self.way = shares, shares.ranks(rank), (shares.placement, shares.axes, True)
@@ -101,7 +101,7 @@ class LeafGradient:
 
     def sum_in(self, dtype: torch.dtype | None) -> None:
         """From now on it is summed in this dtype; None: in its own."""
-        self.reduce_dtype, self.small = dtype, None
+        self.reduce_dtype, self.planned = dtype, None
         self._sizes.clear()
 
     def arrived(self, local: torch.Tensor) -> None:
@@ -149,25 +149,28 @@ class Owed(Protocol):
         """That is under way: after ``wait()`` it is in ``cell``."""
 
 
-class _Room:
-    """Where the gradients of a bucket are summed: ``flat``, and the part of each leaf's number in it."""
+class _Planned:
+    """A bucket of the plan each of whose leaves gets one gradient in a pass. These wait until all are there: of a small bucket where they came, for one look at
+    all costs less than one at each; of a large one in its room, where they will be summed. So each is copied while it is in the caches, and the memory that it
+    came in serves the next: whole buckets that are let go together go back to the system, to be touched for the first time again in each step."""
 
-    __slots__ = ("flat", "parts")
+    __slots__ = ("came", "flat", "index", "key", "numbers", "open", "parts", "placed", "roomy")
 
-    def __init__(self, flat: torch.Tensor, parts: dict[int, torch.Tensor]) -> None:
-        self.flat, self.parts = flat, parts
+    def __init__(self, index: int, numbers: list[int], key: tuple[Any, ...], roomy: bool) -> None:
+        self.index, self.numbers, self.key, self.roomy = index, numbers, key, roomy
+        self.begin()
 
+    def begin(self) -> None:
+        """Another pass."""
+        self.came: dict[int, LeafGradient] = {}  # by number
+        self.placed: dict[int, torch.Tensor] = {}  # of these, what is in the room
+        self.flat: torch.Tensor | None = None  # the room, with one element more, for what rides with it
+        self.parts: dict[int, torch.Tensor] = {}
+        self.open = True  # it has not been seen to yet
 
-class _Small:
-    """A planned bucket without a room, each of whose leaves gets one gradient in a pass. These stay where they come until all are there: one look at all
-    costs less than one at each."""
-
-    __slots__ = ("came", "dtype", "index", "open", "size")
-
-    def __init__(self, index: int, size: int, dtype: torch.dtype) -> None:
-        self.index, self.size, self.dtype = index, size, dtype
-        self.came: dict[int, LeafGradient] = {}  # in this pass, by number
-        self.open = True  # it has not been seen to yet in this pass
+    def fits(self, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient may lie in a row with others, and is what was planned."""
+        return grad is not None and grad.dtype is self.key[2] and not grad.requires_grad and grad.layout is torch.strided
 
 
 class Reducer:
@@ -177,8 +180,7 @@ class Reducer:
         self.deferred = 0
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
-        self.rooms: dict[int, _Room | None] = {}  # of this pass, by the planned bucket
-        self.small: list[_Small] = []
+        self.planned: dict[int, _Planned] = {}  # by their number in the plan
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
         self.flats = Flats()
         self.numbers = 0
@@ -210,51 +212,69 @@ class Reducer:
         """A leaf's gradient has come."""
         if not self.queued:
             self.at_end()
-        small = leaf.small
-        if small is None or not small.open:
+        planned = leaf.planned
+        if planned is None or not planned.open:
             self._take(leaf, leaf.take())
             return
-        came = small.came
-        if leaf.number in came:  # once more, into the same tensor
-            self._part(small)
-            self.buckets.again(leaf.number)
+        came = planned.came
+        if leaf.number in came:
+            self._part(planned)
+            if leaf.number not in planned.placed:
+                self.buckets.again(leaf.number)  # into the same tensor
             return
         came[leaf.number] = leaf
-        if len(came) == small.size:
-            self._join(small)
+        if planned.roomy and planned.fits(leaf.local.grad):
+            self._place(planned, leaf)
+        if len(came) == len(planned.numbers):
+            self._join(planned)
 
-    def _join(self, small: _Small) -> None:
-        """All gradients of a small bucket are there."""
-        came, small.came, small.open = small.came, {}, False
-        items = {n: (came[n], came[n].take()) for n in self.buckets.plan[small.index]}
-        kind = small.dtype
-        if all(g is not None and g.dtype is kind and not g.requires_grad and g.layout is torch.strided for _, g in items.values()):
-            for bucket in self.buckets.whole(small.index, items):  # type: ignore[arg-type]
+    def _place(self, planned: _Planned, leaf: LeafGradient) -> None:
+        """Put a gradient where it will be summed."""
+        if planned.flat is None:
+            leaves = [leaf for leaf in map(self.leaves.get, planned.numbers) if leaf is not None and leaf.local.is_contiguous()]
+            planned.roomy = len(leaves) == len(planned.numbers) and all(leaf.size(leaf.local.dtype)[1] == planned.key for leaf in leaves)
+            if not planned.roomy:
+                return
+            size, (_, dtype, _, device) = sum(leaf.local.numel() for leaf in leaves), planned.key
+            planned.flat = self.flats.take((planned.key, planned.index), size + 1, dtype, device)
+            planned.parts = dict(zip(planned.numbers, _torch.parts_of(planned.flat[:size], [leaf.local for leaf in leaves]), strict=True))
+        grad = leaf.take()
+        assert grad is not None
+        planned.placed[leaf.number] = planned.parts[leaf.number].copy_(grad)
+
+    def _join(self, planned: _Planned) -> None:
+        """All gradients of a bucket are there."""
+        came, placed, planned.open = planned.came, planned.placed, False
+        items = {n: (came[n], placed[n] if n in placed else came[n].take()) for n in planned.numbers}
+        if len(placed) == len(items) or all(planned.fits(grad) for _, grad in items.values()):
+            for bucket in self.buckets.whole(planned.index, items):  # type: ignore[arg-type]
                 self.send(bucket)
         else:
             for leaf, grad in items.values():
                 self._take(leaf, grad)
 
-    def _part(self, small: _Small) -> None:
-        """Take the gradients of a small bucket one by one: in this pass it is another."""
-        came, small.came, small.open = small.came, {}, False
-        for leaf in came.values():
+    def _part(self, planned: _Planned) -> None:
+        """The gradients of a bucket one by one: in this pass it is another."""
+        planned.open = False
+        for n, leaf in planned.came.items():
+            self._take(leaf, planned.placed.get(n))
             self._take(leaf, leaf.take())
 
     def _form(self) -> None:
-        """After a plan was made: which of its buckets are small."""
+        """After a plan was made: what to wait for."""
         for leaf in self.leaves.values():
-            leaf.small = None
-        self.small.clear()
+            leaf.planned = None
+        self.planned.clear()
         for i, bucket in enumerate(self.buckets.plan):
-            planned = [self.buckets.planned[n] for n in bucket]
-            (way, _, dtype, _), leaves = planned[0][2], [self.leaves.get(n) for n in bucket]  # type: ignore[misc]
-            if all(times == 1 for times in bucket.values()) and sum(nbytes for _, nbytes, _ in planned) < ROOM_BYTES and not way[2]:
-                small = _Small(i, len(bucket), dtype)
-                self.small.append(small)
-                for leaf in leaves:
-                    if leaf is not None:
-                        leaf.small = small
+            arrivals: list[Any] = [self.buckets.planned[n] for n in bucket]
+            way, kind, dtype, _ = key = arrivals[0][2]
+            if way[2] or not all(times == 1 and each == key for times, _, each in arrivals):
+                continue
+            roomy = kind is dtype and sum(nbytes for _, nbytes, _ in arrivals) >= ROOM_BYTES
+            planned = self.planned[i] = _Planned(i, list(bucket), key, roomy)
+            for leaf in map(self.leaves.get, bucket):
+                if leaf is not None:
+                    leaf.planned = planned
 
     def _take(self, leaf: LeafGradient, grad: torch.Tensor | None) -> None:
         if grad is None:
@@ -262,31 +282,8 @@ class Reducer:
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
             self.alone.append((leaf, grad))
             return
-        nbytes, key = leaf.size(grad.dtype)
-        for bucket in self.buckets.add(leaf.number, (leaf, self.placed(leaf, grad, key)), nbytes, key):
+        for bucket in self.buckets.add(leaf.number, (leaf, grad), *leaf.size(grad.dtype)):
             self.send(bucket)
-
-    def placed(self, leaf: LeafGradient, grad: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
-        """A gradient where it will be summed, if its bucket has room for it already. While it comes it is in the caches, and the memory that it came in serves
-        the next: whole buckets that are let go together go back to the system, to be touched for the first time again in each step."""
-        where = self.buckets.bucket.get(leaf.number)
-        if where is None or leaf.number in self.buckets.seen:
-            return grad
-        if where not in self.rooms:
-            self.rooms[where] = self._room(where, key)
-        room = self.rooms[where]
-        return grad if room is None else room.parts[leaf.number].copy_(grad)
-
-    def _room(self, where: int, key: tuple[Any, ...]) -> _Room | None:
-        """Room for the gradients of a planned bucket; None where it is small, or one of them cannot lie in a row with others."""
-        numbers, (_, summed_in, dtype, device) = list(self.buckets.plan[where]), key
-        leaves = [leaf for leaf in map(self.leaves.get, numbers) if leaf is not None and leaf.local.is_contiguous() and not isinstance(leaf.kept, Stored)]
-        size = sum(leaf.local.numel() for leaf in leaves)
-        alike = summed_in is dtype and all(leaf.size(leaf.local.dtype)[1] == key for leaf in leaves)
-        if len(leaves) < len(numbers) or not alike or size * dtype.itemsize < ROOM_BYTES:
-            return None
-        flat = self.flats.take((key, where), size + 1, dtype, device)  # one more, for what rides with it
-        return _Room(flat, dict(zip(numbers, _torch.parts_of(flat[:size], [leaf.local for leaf in leaves]), strict=True)))
 
     def expect(self, leaves: Sequence[LeafGradient], limit: int) -> None:
         """Each of these leaves will get one gradient in the next pass, of its own dtype; buckets of shares hold at most ``limit`` bytes, or one gradient."""
@@ -326,11 +323,11 @@ class Reducer:
             return self.scatter(bucket)
         way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
-        room = self.rooms.get(self.buckets.bucket.get(bucket[0][0].number, -1))
-        if room is not None and len(bucket) == len(room.parts) and all(g is room.parts.get(leaf.number) for leaf, g in bucket):
-            flat, parts = room.flat if rider is not None else room.flat[:-1], [g for _, g in bucket]
+        planned = self.planned.get(self.buckets.bucket.get(bucket[0][0].number, -1))
+        grads: Sequence[torch.Tensor] = [g for _, g in bucket]
+        if planned is not None and planned.flat is not None and list(map(id, grads)) == list(map(id, planned.parts.values())):
+            flat, parts = planned.flat if rider is not None else planned.flat[:-1], grads
         else:
-            grads = [g for _, g in bucket]
             size, device = sum(g.numel() for g in grads), grads[0].device
             flat = self.flats.take((way, kind, device, len(self.sent)), size + (rider is not None), kind, device)
             parts = _torch.parts_of(flat[:size], grads)
@@ -358,19 +355,19 @@ class Reducer:
         self.buckets.drop()
         self.before, self.sent, self.finished, self.alone = [], [], [], []
         self.under_way.clear()
-        self.rooms.clear()
-        for small in self.small:
-            for leaf in small.came.values():
+        for planned in self.planned.values():
+            for leaf in planned.came.values() if planned.open else ():
                 leaf.take()
-            small.came, small.open = {}, True
+            planned.begin()
 
     def finish(self) -> None:
         """The end of a backward pass."""
         try:
             for before in self.before:
                 before()
-            for small in self.small:
-                self._part(small)
+            for planned in self.planned.values():
+                if planned.open and planned.came:
+                    self._part(planned)
             plan = self.buckets.planned
             for rest in self.buckets.finish():
                 self.send(rest)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import globaltensor as flow
@@ -136,12 +136,14 @@ def test_gradients_are_placed_where_they_are_summed(monkeypatch: pytest.MonkeyPa
     simulate(2, on_ranks)
 
 
-@given(st.data())
-@settings(max_examples=12)
+@given(data=st.data())
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_gradients_of_leaves_that_come_and_stay_away(data: st.DataObject) -> None:
-    """Small buckets, which wait until all of them is there: other leaves in each pass, other orders, two passes before a step, gradients of gradients,
+def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """Buckets wait until all of them is there: other leaves in each pass, other orders, two passes before a step, gradients of gradients,
     some that are looked at on the way, others whose sums are taken in another dtype."""
+    monkeypatch.setattr(reducer, "ROOM_BYTES", room)
     count = 6
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(count)]
