@@ -578,6 +578,39 @@ def test_states_in_attributes() -> None:
     simulate(2, states_in_attributes)
 
 
+class Reads(nn.Module):
+    """Tensors that are neither parameters nor buffers, where people keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.tables = torch.tensor(2.0, dtype=torch.float64), {"all": [torch.ones(4, dtype=torch.float64)]}
+        self.unread = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.tables["all"][0]
+
+
+def plain_tensors_rebound(way: str) -> None:
+    placement = flow.placement("cpu", [0, 1])
+    there = (lambda t: t.to_global(placement, B)) if way == "global" else (lambda t: t)
+    model = Reads()
+    model.scale, model.tables["all"][0] = there(model.scale), there(model.tables["all"][0])
+    graph, x = graph_of(model, lambda model, x: model(x)), values(3, 4)
+    for step in range(6):
+        same(graph(there(x)), x * (2.0 + (step >= 2)) + 1.0 + (step >= 4))
+        if step == 1:
+            model.scale = there(torch.tensor(3.0, dtype=torch.float64))
+        elif step == 3:
+            model.tables["all"][0] = there(torch.full((4,), 2.0, dtype=torch.float64))
+        model.unread = torch.ones(2)
+    assert graph._captures == 3
+
+
+@pytest.mark.parametrize("way", ["global", "plain"])
+def test_plain_tensors_that_are_rebound(way: str) -> None:
+    simulate(2, plain_tensors_rebound, way)
+
+
 class Remembers(nn.Module):
     """A recurrent layer whose state goes on from batch to batch, until somebody sets it back."""
 

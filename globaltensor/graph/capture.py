@@ -53,7 +53,7 @@ class Captured:
     read: bool  # whether build() reads gradients
     alone: Callable[[], fx.GraphModule]  # the logical graph as a module of plain tensors
     logical_constants: dict[str, Any]  # what the logical graph's get_attr nodes name
-    slots: list[tuple[Any, Any]]  # (dict or list, key) of attributes whose tensors the program writes into
+    slots: list[tuple[Any, Any]]  # (dict or list, key) of attributes whose tensors the program reads or writes into
 
 
 def capture(

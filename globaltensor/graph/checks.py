@@ -88,7 +88,7 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def rebound(programs: Iterable[Any]) -> frozenset[Any]:
-    """Which tensors the attributes hold in which programs keep a state: whoever puts another there means it to go on from that."""
+    """Which tensors the attributes hold that programs read or keep a state in: whoever puts another there means that one from now on."""
     slots = {(id(held), k): held for built in programs for held, k in built.captured.slots}
     return frozenset((where, k, *map(id, tensors_in(held[k] if not isinstance(held, dict) else held.get(k), []))) for (where, k), held in slots.items())
 

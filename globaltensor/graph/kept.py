@@ -53,6 +53,8 @@ def kept(modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: L
         writes = [w for path, part, parameters, buffers in changed for w in _restored(path, part, parameters, buffers, done)]
         moved = {id(t) for place in places.values() for k in place.changed() for t in tensors_in(place.then.get(k), [])}
         writes += [w for place in places.values() for w in place.restored(places, moved, logical if done else None)]
+        if done:
+            logical.slots += [(place.held, k) for place in places.values() for k in place.read(logical)]
     if random.getstate() != drawn[0] or _numpy_state() != drawn[1]:
         raise GraphError(
             "build() draws numbers from Python's or NumPy's generator: it runs once, so each step would use the same number again. Draw with torch "
@@ -84,6 +86,10 @@ class _Place:
 
     def changed(self) -> dict[Any, Any]:
         return {k: v for k, v in _items(self.held) if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])}
+
+    def read(self, logical: Logical) -> list[Any]:
+        """Where tensors lie that the program has as inputs of its own."""
+        return [k for k, v in self.then.items() if any(id(t) in logical.known for t in tensors_in(v, []))]
 
     def restored(self, places: Mapping[int, _Place], moved: set[int], logical: Logical | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from elsewhere -> (tensor, what it is to be) for tensors that were

@@ -325,7 +325,7 @@ class Logical(Recorder):
         self.here: Placement | None = None  # of the stage whose module runs
         self.moved: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # what several need is brought to a stage once
         self.applied: Any = None  # the plan to follow (plan.py), if any
-        self.slots: list[tuple[Any, Any]] = []  # (dict or list, key) of attributes that hold a state
+        self.slots: list[tuple[Any, Any]] = []  # (dict or list, key) of attributes whose tensors the program uses
         self.real: dict[int, tuple[Any, ...]] = {}  # global tensors from outside, and what they hold
 
     def remember(self, tensors: Iterable[torch.Tensor]) -> None:
