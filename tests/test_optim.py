@@ -179,6 +179,18 @@ def test_groups_warm_up_each_to_its_own_rate() -> None:
     assert schedule.get_last_lr() == pytest.approx([0.081, 0.162])
 
 
+def test_a_rate_that_is_a_tensor_stays_the_same_one() -> None:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=rate, capturable=True, foreach=True)
+    schedule, found = WarmupLR(exponential(optimizer), 0.5, 5), []
+    for _ in range(8):
+        found.append(rate.item())
+        assert optimizer.param_groups[0]["lr"] is rate
+        optimizer.step()
+        schedule.step()
+    assert found == pytest.approx(WARM[2][1], rel=1e-5)
+
+
 @pytest.mark.parametrize("steps", [2, 7])
 @pytest.mark.parametrize("number", range(len(WARM)))
 def test_a_warm_up_goes_on_from_its_state(number: int, steps: int) -> None:

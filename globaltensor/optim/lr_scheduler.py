@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,14 +92,15 @@ class WarmupLR(_Scheduler):
         scheduler = self.scheduler
         if scheduler is None or self.warmup_prefix:
             return None
-        state, groups = scheduler.state_dict(), [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        state, groups = scheduler.state_dict(), [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a step of the optimizer comes first
             for _ in range(scheduler.last_epoch, self.warmup_iters):
                 scheduler.step()
         ends = scheduler.get_last_lr()
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.update(settings)
+            for name, value in settings.items():
+                _set(group, name, value)
         scheduler.load_state_dict(state)
         return ends
 
@@ -108,7 +111,7 @@ class WarmupLR(_Scheduler):
         scheduler = self.scheduler
         if scheduler is not None and self.last_epoch >= (self.warmup_iters if self.warmup_prefix else 0):
             for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr  # schedulers of torch go on from the rates they find
+                _set(group, "lr", lr)  # schedulers of torch go on from the rates they find
             scheduler.step()
         super().step()
 
@@ -136,6 +139,14 @@ class WarmupLR(_Scheduler):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state.pop("scheduler"))
         super().load_state_dict(state)
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    """As torch's schedulers do: a rate that is a tensor stays the same one."""
+    if isinstance(group.get(name), Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
 
 
 WarmUpLR = WarmupLR
