@@ -492,9 +492,9 @@ def wrap_staged_states(staged: Any) -> None:
 
 def wrap_flex_attention(around: Any, refused: Any) -> None:
     """Let ``around(flex_attention, ...)`` stand for torch's function, which hands itself on to nobody. Who has taken it before calls ``refused(q, k, v)``."""
-
     def change(home: Any) -> None:
         original, check = home.flex_attention, home._validate_sdpa_input
         home.flex_attention = functools.wraps(original)(functools.partial(around, original))
         home._validate_sdpa_input = lambda *args, **kwargs: refused(*args[:3]) or check(*args, **kwargs)
+
     when_imported("torch.nn.attention.flex_attention", change)

@@ -206,6 +206,8 @@ def _of_global(
     """``tensor`` of a global tensor is a copy that is a leaf, ``as_tensor`` the tensor itself where nothing changes; both stay where it lies unless told."""
     placement, _ = _placed(name, data, where["placement"], {"device": device})
     x = to_global(data.detach().clone() if name == "tensor" else data, placement, where["sbp"])
+    if not isinstance(dtype, (torch.dtype, type(None))):
+        raise TypeError(f"{name}(): argument 'dtype' must be torch.dtype, not {type(dtype).__name__}")
     x = x if dtype is None else x.to(dtype)
     x = x.pin_memory() if pin_memory else x
     return x.requires_grad_() if requires_grad else x  # type: ignore[no-any-return]

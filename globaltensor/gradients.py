@@ -48,7 +48,7 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         dual = x._spec.dual()
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
-        spec = x._spec if leaf is None else leaf.kept
+        spec = _kept(x)
         wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped

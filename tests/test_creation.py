@@ -297,6 +297,8 @@ def test_a_device_says_the_placements_type() -> None:
 def test_from_a_global_tensor() -> None:
     def on_ranks() -> None:
         x = flow.arange(5, dtype=torch.float64, placement=LINE, sbp=S0).requires_grad_()
+        with pytest.raises(TypeError, match=r"argument 'dtype' must be torch\.dtype, not str"):
+            flow.tensor(x, dtype="float64")
         y = x * 2
         for copy in (flow.tensor(y), flow.tensor(data=y, requires_grad=True), y.new_tensor(y), flow.tensor(y, device="cpu", dtype=torch.float32)):
             assert copy.is_leaf
