@@ -1,4 +1,8 @@
-"""A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no communication at all as the limit."""
+"""A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no communication at all as the limit.
+
+Ours as the example trains: the number of targets that the mean divides by travels with the gradients; "apart": in a message of its own. (DDP divides by
+each rank's own number, and sends none.)
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,15 @@ def compare(size: Size, rounds: int) -> Row:
     steps = {
         "plain": training_step(size.model(), mine),
         "ddp": training_step(DistributedDataParallel(size.model()), mine),
-        "ours": training_step(ours, shared),
-        "riding": riding(training_step(also, shared)),
+        "ours": riding(training_step(ours, shared)),
+        "apart": training_step(also, shared),
     }
-    same_losses({"ddp": lambda: mean(steps["ddp"]()), **{name: lambda name=name: steps[name]().item() for name in ("ours", "riding")}})
+    same_losses({"ddp": lambda: mean(steps["ddp"]()), **{name: lambda name=name: steps[name]().item() for name in ("ours", "apart")}})
     return Row(f"gpt step {size}", interleave(steps, rounds, calls=3), "ms")
 
 
 def riding(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step, where the number of targets that the mean divides by travels with the gradients. (DDP divides by each rank's own number, and sends none.)"""
+    """The step, where the number of targets that the mean divides by travels with the gradients."""
 
     def once() -> Tensor:
         flow.counts_ride()

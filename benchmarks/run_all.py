@@ -17,7 +17,7 @@ BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2"
               "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
               "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
-OURS = ("ours", "riding", "eager", "graph", "compiled")
+OURS = ("ours", "apart", "eager", "graph", "compiled")
 
 
 def run(name: str, arguments: list[str]) -> list[dict[str, Any]]:

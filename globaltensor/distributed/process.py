@@ -338,7 +338,10 @@ class _Told(_Work):
     def wait(self) -> None:
         super().wait()
         if self._parts:
-            self._flat.copy_(combine(self._parts, self._op))
+            pair = len(self._parts) == 2  # the first of which is `flat`; which of two comes first makes no difference to a sum
+            total = combine(self._parts, self._op, spare=0 if pair and self._op == "sum" else None)
+            if total is not self._flat:
+                self._flat.copy_(total)
             self._parts = []
 
 
