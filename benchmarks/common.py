@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # the example's model; tests/support: instruments
 #: Seconds after which a benchmark's processes are ended, whatever they do.
 LIMIT = 1200.0
+QUICK_ROUNDS = 3
+#: Seconds that a contender is timed for at least: of steps of some milliseconds fifteen rounds are over before the machine has been through its moods.
+LEAST = 1.5
 
 Contenders = dict[str, Callable[[], object]]
 Clock = Callable[[], float]
@@ -115,7 +118,7 @@ def options(description: str, steps: int, arguments: Sequence[str] | None = None
         parser.add_argument(name, **about)
     chosen = parser.parse_args(arguments)
     if chosen.quick:
-        chosen.steps = min(chosen.steps, 3)
+        chosen.steps = min(chosen.steps, QUICK_ROUNDS)
     return chosen
 
 
@@ -155,10 +158,11 @@ def end(process: subprocess.Popen[Any], group: bool = False) -> None:
 
 
 def interleave(
-    contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3, clock: Clock = time.perf_counter, again: int = 0
+    contenders: Contenders, rounds: int, calls: int | None = None, warm_up: int = 3, clock: Clock = time.perf_counter, again: int = 0, least: float = 0.0
 ) -> dict[str, list[float]]:
     """Seconds per call of each contender, round by round. All ranks start and end a block together; without ``calls`` a block takes about 20 ms. ``again``
-    calls before each block are not counted: another contender's block has emptied the caches.
+    calls before each block are not counted: another contender's block has emptied the caches. ``least``: there are more rounds where that many seconds of
+    each contender take more (not where there are as few as for --quick).
 
     A contender that neither waits nor communicates is better timed by ``time.process_time``: other processes of the machine then don't count.
     """
@@ -172,6 +176,8 @@ def interleave(
     names = list(contenders)
     gc.collect()
     gc.freeze()
+    if least and rounds > QUICK_ROUNDS:
+        rounds = max(rounds, int(_agreed(least / (calls * statistics.median(_block(call, calls, together, clock) for call in contenders.values())))))
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             for _ in range(again):
@@ -179,6 +185,15 @@ def interleave(
             seconds[name].append(_block(contenders[name], calls, together, clock))
     gc.unfreeze()
     return seconds
+
+
+def _agreed(number: float) -> float:
+    """The first rank's."""
+    if not dist.is_initialized():
+        return number
+    told = torch.tensor(number, dtype=torch.float64)
+    dist.broadcast(told, 0)
+    return told.item()
 
 
 def _block(call: Callable[[], object], calls: int, together: Callable[[], object], clock: Clock) -> float:

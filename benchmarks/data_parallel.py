@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from common import QUICK_SIZES, SIZES, Row, Size, interleave, options, same_losses, show, started, training_step
+from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, options, same_losses, show, started, training_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import PARALLEL, spread
@@ -43,7 +43,7 @@ def compare(size: Size, rounds: int) -> Row:
         "apart": training_step(also, shared),
     }
     same_losses({"ddp": lambda: mean(steps["ddp"]()), **{name: lambda name=name: steps[name]().item() for name in ("ours", "apart")}})
-    return Row(f"gpt step {size}", interleave(steps, rounds, calls=3), "ms")
+    return Row(f"gpt step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def riding(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -85,7 +85,7 @@ def over_backends(rounds: int, views: bool) -> Row:
     over_mpi = step(lambda model: DistributedDataParallel(model, gradient_as_bucket_view=views))
     steps = {"plain": step(lambda model: model), "ddp": over_gloo, "ours": over_mpi}
     same_losses({name: steps[name] for name in ("ddp", "ours")})
-    return Row(LINEARS + ", gradients as views" * views, interleave(steps, rounds, calls=3), "ms")
+    return Row(LINEARS + ", gradients as views" * views, interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def main() -> None:

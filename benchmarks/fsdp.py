@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
+from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
 from data_parallel import mean
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,7 +40,7 @@ def compare(size: Size, rounds: int) -> Row:
         "ours": training_step(ours, shared),
     }
     same_losses({"fsdp2": lambda: mean(steps["fsdp2"]()), "fsdp2_keep": lambda: mean(steps["fsdp2_keep"]()), "ours": lambda: steps["ours"]().item()})
-    return Row(f"gpt step {size}", interleave(steps, rounds, calls=3), "ms")
+    return Row(f"gpt step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import QUICK_SIZES, Row, Size, interleave, on_ranks, options, same_losses, show
+from common import LEAST, QUICK_SIZES, Row, Size, interleave, on_ranks, options, same_losses, show
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import GPT, PARALLEL, loss_of, spread
@@ -168,7 +168,7 @@ def compare(kind: str, size: Size, rounds: int, compiled: bool) -> Row:
         steps |= {"by hand, compiled": local(True), "graph, compiled": lambda: fast(shared)}
     told = {name: (lambda s=step, h="by hand" in name: mean(s()) if h else s().item()) for name, step in steps.items()}  # type: ignore[misc]
     same_losses(told)
-    return Row(f"{kind} {size}", interleave(steps, rounds, calls=3), "ms")
+    return Row(f"{kind} {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def building(rounds: int) -> Row:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import transformers
-from common import Row, interleave, on_ranks, options, same_losses, show
+from common import LEAST, Row, interleave, on_ranks, options, same_losses, show
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -119,7 +119,7 @@ def compare(name: str, family: Family, mode: str, batch: Batch, rounds: int) -> 
     else:
         steps = {"dtensor": step_of(family.dtensor(), batch), "ours": step_of(ours, shared)}
         same_losses({"dtensor": lambda: steps["dtensor"]().item(), "ours": lambda: steps["ours"]().item()})
-    return Row(f"{name} {mode} step", interleave(steps, rounds, calls=3), "ms")
+    return Row(f"{name} {mode} step", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def main() -> None:

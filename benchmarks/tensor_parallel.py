@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
+from common import LEAST, QUICK_SIZES, SIZES, Row, Size, interleave, on_ranks, options, same_losses, show, training_step
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -85,7 +85,7 @@ def compare(size: Size, mode: str, rounds: int) -> Row:
         "ours": training_step(ours, rows.to_global(everyone, flow.sbp.broadcast)),
     }
     same_losses({"dtensor": lambda: full(steps["dtensor"]()), "ours": lambda: steps["ours"]().item()})
-    return Row(f"gpt {mode} step {size}", interleave(steps, rounds, calls=3), "ms")
+    return Row(f"gpt {mode} step {size}", interleave(steps, rounds, calls=3, least=LEAST), "ms")
 
 
 def main() -> None:
