@@ -2,7 +2,8 @@
 
 First the cluster is profiled and calibrated for each model. Of each model's plans are told: the median error of the foretold time, the rank correlation
 (Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel. A machine that others use
-changes its pace within minutes: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well.
+changes its pace within minutes: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well. The
+last row is of the plans of all models.
 """
 
 from __future__ import annotations
@@ -279,6 +280,15 @@ def summary(name: str, all_: list[Measured], slower: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def together(told: list[dict[str, Any]], all_: list[Measured]) -> dict[str, Any]:
+    """What is told of all models: times added up, the largest regret, and how well all their plans' times were foretold."""
+    error = statistics.median(abs(m.foretold - m.measured) / m.measured for m in all_)
+    sums = {key: round(sum(row[key] for row in told), 3) for key in ("data", "ours", "best")}
+    rank = correlation([m.foretold for m in all_], [m.measured for m in all_])
+    regret = max(float(row["regret"].rstrip("%")) for row in told)
+    return {"case": "all", "unit": "ms", **sums, "plans": len(all_), "median error": f"{error:.1%}", "rank correlation": f"{rank:.3f}", "regret": f"{regret}%"}
+
+
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
     chosen = options(__doc__.splitlines()[0], steps=20, more=more)
@@ -286,7 +296,7 @@ def main() -> None:
     torch.set_num_threads(1)
     first = flow.env.get_rank() == 0
     profiled = profile(seconds=4.0 if chosen.quick else 30.0, device="cpu")
-    told, details = [], []
+    told, details, every = [], [], []
     for name, case in cases(chosen.quick).items():
         if chosen.only not in name:
             continue
@@ -297,14 +307,18 @@ def main() -> None:
         with use_cluster(cluster):
             found, among = measure(case, cluster, chosen.steps, chosen.quick)
         told.append(summary(name, found, among / statistics.mean((before, after))))
+        every += found
         details += [{"case": f"{name}: {m.name}", "unit": "ms", "foretold": round(m.foretold * 1e3, 3), "measured": round(m.measured * 1e3, 3)} for m in found]
     if not first:
         return
+    if len(told) > 1:
+        told.append(together(told, every))
     print("\n".join(map(json.dumps, told)) if chosen.json else f"{table(told)}\n\n{table(details)}", flush=True)
     if chosen.save:
         results = ROOT / "benchmarks" / "results"
-        (results / "auto_parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-        (results / "auto_parallel_plans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in details))
+        ranks = "" if chosen.nproc == 2 else f"_on_{chosen.nproc}"
+        (results / f"auto_parallel{ranks}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        (results / f"auto_parallel_plans{ranks}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in details))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2"
               "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
               "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
+#: Results of other runs of a benchmark, which these leave as they are: `auto_parallel.py --nproc 4 --save`.
+MORE = {"auto_parallel": ["auto_parallel_on_4"]}
 OURS = ("ours", "apart", "eager", "graph", "compiled")
 
 
@@ -49,9 +51,9 @@ def page(results: Path) -> str:
     about = f"Medians; contenders timed in turn in one run; in brackets ours over its anchor ({anchors}). `make bench` writes this page."
     parts = [f"# Measured\n\n{describe()}. {about}"]
     for name in BENCHMARKS:
-        path = results / f"{name}.jsonl"
-        if path.exists():
-            parts.append(f"## {name}\n\n{compared(name, [json.loads(line) for line in path.read_text().splitlines()])}")
+        for path in (results / f"{stem}.jsonl" for stem in [name, *MORE.get(name, [])]):
+            if path.exists():
+                parts.append(f"## {path.stem}\n\n{compared(name, [json.loads(line) for line in path.read_text().splitlines()])}")
     return "\n\n".join(parts) + "\n"
 
 

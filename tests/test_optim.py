@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.optim import LAMB, lr_scheduler
-from globaltensor.optim.lr_scheduler import CosineDecayLR, StepLR, WarmUpLR, WarmupLR
+from globaltensor.optim.lr_scheduler import CosineDecayLR, PolynomialLR, StepLR, WarmUpLR, WarmupLR
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 OPTIONS: list[dict[str, Any]] = [
@@ -150,6 +150,22 @@ def test_cosine_decay() -> None:
         rates_of(lambda o: CosineDecayLR(o, 0), 1)
 
 
+def test_a_polynomial_in_the_words_of_both() -> None:
+    for words in ({}, {"total_iters": 4, "power": 2.0}):
+        theirs = rates_of(lambda o, w=words: torch.optim.lr_scheduler.PolynomialLR(o, **w), 8)  # type: ignore[misc]
+        assert rates_of(lambda o, w=words: PolynomialLR(o, **w), 8) == pytest.approx(theirs)  # type: ignore[misc]
+    once = [0.08 * (1 - min(i, 4) / 4) ** 2 + 0.02 for i in range(8)]
+    assert rates_of(lambda o: PolynomialLR(o, decay_batch=4, end_learning_rate=0.02, power=2.0), 8) == pytest.approx(once)
+    assert rates_of(lambda o: PolynomialLR(o, steps=2), 4) == pytest.approx([0.1, 0.05005, 0.0001, 0.0001])
+    again = [0.08 * (1 - i / over) + 0.02 for i, over in ((0, 3), (1, 3), (2, 3), (3, 3), (4, 6), (5, 6), (6, 6), (7, 9))]
+    assert rates_of(lambda o: PolynomialLR(o, decay_batch=3, end_learning_rate=0.02, cycle=True), 8) == pytest.approx(again)
+    with pytest.raises(ValueError, match="decay_batch must be positive, got 0"):
+        rates_of(lambda o: PolynomialLR(o, decay_batch=0), 1)
+    for words in ({"total_iters": 4, "decay_batch": 4}, {"cycle": True}, {"total_iters": 3, "end_learning_rate": 0.1}):
+        with pytest.raises(TypeError, match=r"give total_iters .as torch has it., or decay_batch"):
+            rates_of(lambda o, w=words: PolynomialLR(o, **w), 1)  # type: ignore[misc]
+
+
 #: The figures are those of OneFlow's documentation and of its definition of each case.
 WARM: list[tuple[Callable[[Any], Any], list[float]]] = [
     (lambda o: WarmUpLR(o, warmup_factor=0.5, warmup_iters=5, warmup_method="constant"), [0.05] * 5 + [0.1] * 2),
@@ -158,6 +174,7 @@ WARM: list[tuple[Callable[[Any], Any], list[float]]] = [
     (lambda o: WarmupLR(exponential(o), 0.5, 5, warmup_prefix=True), [0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.09, 0.081]),
     (lambda o: WarmupLR(exponential(o), 0.5, 5, "constant"), [0.05] * 5 + [0.059049, 0.0531441]),
     (lambda o: WarmupLR(exponential(o), 0.5, 0), [0.1, 0.09, 0.081]),
+    (lambda o: WarmupLR(PolynomialLR(o, decay_batch=4, end_learning_rate=0.02), 0.5, 2), [0.05, 0.055, 0.06, 0.04, 0.02, 0.02]),
     (lambda o: WarmUpLR(CosineDecayLR(o, 5, alpha=0.1), 0.5, 2), [0.05, 0.0594529, 0.0689058, 0.0410942]),
     (lambda o: WarmupLR(torch.optim.lr_scheduler.SequentialLR(o, [StepLR(o, 2, 0.5), exponential(o)], [3]), 0.5, 2), [0.05, 0.05, 0.05, 0.1, 0.09]),
 ]

@@ -1,4 +1,4 @@
-"""``flow.optim.lr_scheduler``: torch's schedulers, and OneFlow's two that torch lacks. A step is what torch calls an epoch."""
+"""``flow.optim.lr_scheduler``: torch's schedulers, OneFlow's two that torch lacks, and one that both have. A step is what torch calls an epoch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import sys
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..borrowed import names_of_torch as _names_of_torch
 
-__all__ = ["CosineDecayLR", "WarmUpLR", "WarmupLR"]
+__all__ = ["CosineDecayLR", "PolynomialLR", "WarmUpLR", "WarmupLR"]
 
 __getattr__ = _names_of_torch(__name__)
+
+
+def _tell(scheduler: Any) -> None:
+    if scheduler.verbose:
+        sys.stdout.write(f"step {scheduler.last_epoch}: learning rates {', '.join(f'{lr:.4g}' for lr in scheduler.get_last_lr())}\n")
 
 
 class _Scheduler(LRScheduler):
@@ -32,8 +38,7 @@ class _Scheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step."""
         super().step(epoch)
-        if self.verbose:
-            sys.stdout.write(f"step {self.last_epoch}: learning rates {', '.join(f'{lr:.4g}' for lr in self.get_last_lr())}\n")
+        _tell(self)
 
 
 class CosineDecayLR(_Scheduler):
@@ -50,6 +55,53 @@ class CosineDecayLR(_Scheduler):
         """The rates of the groups at this step."""
         fallen = 0.5 * (1 + math.cos(math.pi * min(self.last_epoch, self.decay_steps) / self.decay_steps))
         return [base * ((1 - self.alpha) * fallen + self.alpha) for base in self.base_lrs]
+
+
+class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
+    """Torch's; and OneFlow's, where ``decay_batch`` (or ``steps``, its older name) is given: in so many steps the rate falls to ``end_learning_rate``, as
+    (1 - step / decay_batch) ** ``power``. It stays there, or with ``cycle`` goes on falling from the rate it began with, over twice the steps, then three
+    times. Raises ValueError unless ``decay_batch`` is positive, TypeError for words of both.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> schedule = PolynomialLR(optimizer, decay_batch=4, end_learning_rate=0.02, power=2.0)
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates.append(round(schedule.get_last_lr()[0], 6))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.1, 0.065, 0.04, 0.025, 0.02, 0.02]
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_iters: int | None = None, power: float = 1.0, last_epoch: int = -1, *, decay_batch: int | None = None,
+        steps: int | None = None, end_learning_rate: float | None = None, cycle: bool = False, last_step: int = -1, verbose: bool = False,
+    ) -> None:  # fmt: skip
+        given = [n for n in (total_iters, decay_batch, steps) if n is not None]
+        ours = decay_batch is not None or steps is not None
+        if len(given) > 1 or (not ours and (end_learning_rate is not None or cycle)):
+            raise TypeError("PolynomialLR: give total_iters (as torch has it), or decay_batch with end_learning_rate and cycle (as OneFlow has it)")
+        self.decay_batch, self.cycle, self.verbose = given[0] if ours else None, cycle, verbose
+        self.end_learning_rate = 0.0001 if end_learning_rate is None else end_learning_rate
+        if ours and given[0] <= 0:
+            raise ValueError(f"PolynomialLR: decay_batch must be positive, got {given[0]}")
+        super().__init__(optimizer, *(given or [5]), power, max(last_epoch, last_step))
+
+    def get_lr(self) -> list[Any]:
+        """The rates of the groups at this step."""
+        over, at = self.decay_batch, self.last_epoch
+        if over is None:
+            return super().get_lr()
+        if self.cycle:
+            over *= max(1, math.ceil(at / over))
+        left: float = (1 - min(at, over) / over) ** self.power
+        return [(base - self.end_learning_rate) * left + self.end_learning_rate for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step."""
+        super().step(epoch)
+        _tell(self)
 
 
 class WarmupLR(_Scheduler):
