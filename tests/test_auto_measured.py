@@ -177,7 +177,9 @@ def test_whole_steps_stretch_the_cluster() -> None:
     assert held > 0
     assert all(s.updating > 0 for s in steps)
     assert max(s.waits for s in steps) > 0.9
-    assert all(abs(s.waits - round(s.waits)) < 0.05 for s in steps)
+    # Moves of activations wait; a parameter that is gathered, as in plans further down, for a quarter of that, its gradient, which mostly hides, for less.
+    assert all(abs(s.waits - round(s.waits)) < 0.05 for s in steps[:4])
+    assert any(0.1 < s.waits % 1 < 0.9 for s in steps[4:])
     assert len(steps) == len(whole._WAYS)
     assert all(s.computing > 0 and s.measured > 0 for s in steps)
     assert len({round(s.moving, 9) for s in steps}) > 2

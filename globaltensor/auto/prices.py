@@ -25,7 +25,9 @@ __all__ = ["Prices", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
 _MOST = 4096  # layouts of one tensor
-_FELLOWS = 4  # parameters that share a gathering's latency: by its bytes alone the only one that is gathered, among others taken otherwise, would cost nothing
+#: Parameters that share a gathering's latency, and that ranks wait for one another there: by its bytes alone the only one that is gathered, among others taken
+#: otherwise, would cost nothing.
+_FELLOWS = 4
 
 
 @lru_cache(maxsize=1 << 16)
@@ -113,7 +115,7 @@ class Prices:
             for i, x in enumerate(kept):
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
-                    few = self.collective(kind, 0, axes) / _FELLOWS if nbytes < self.gathered else 0.0
+                    few = (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS if nbytes < self.gathered else 0.0
                     seconds[i, j] = self._part(kind, nbytes, axes, self.gathered) + few
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
