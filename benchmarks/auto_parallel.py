@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from globaltensor.profiling import profile
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
+GRAPHS = 3  # in which each plan is run
 
 # ---------------------------------------------------------------- models
 
@@ -183,6 +185,20 @@ class Step(flow.nn.Graph):
         return loss
 
 
+class Chosen:
+    """A choice that is made once."""
+
+    def __init__(self, choose: Callable[..., Found]) -> None:
+        self.choose, self.found = choose, None
+
+    found: Found | None
+
+    def __call__(self, *args: Any) -> Found:
+        if self.found is None:
+            self.found = self.choose(*args)
+        return self.found
+
+
 class Measured(NamedTuple):
     """A way's step time, in seconds. ``halves``: measured in every other round, and in those between."""
 
@@ -215,7 +231,26 @@ def pace(step: Callable[[], float]) -> float:
 
 
 def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
-    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once."""
+    """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once.
+
+    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is
+    run as several graphs, one after the other, and has the median of theirs."""
+    chosen: dict[str, Chosen] = {}
+    runs = [_graphs_in_turn(case, rounds if quick else math.ceil(rounds / GRAPHS), quick, chosen) for _ in range(2 if quick else GRAPHS)]
+    foretold, same, _ = runs[0]
+    median = statistics.median
+
+    def over(name: str, part: slice) -> float:
+        return median(median(seconds[same[name]][part] or seconds[same[name]]) for _, _, seconds in runs)
+
+    every, even, odd = slice(None), slice(None, None, 2), slice(1, None, 2)
+    same[YARDSTICK] = YARDSTICK
+    return [Measured(name, foretold[name], over(name, every), (over(name, even), over(name, odd))) for name in foretold], over(YARDSTICK, every)
+
+
+def _graphs_in_turn(case: Case, rounds: int, quick: bool, chosen: dict[str, Chosen]) -> tuple[dict[str, float], dict[str, str], dict[str, list[float]]]:
+    """Foretold seconds of each way; the way that comes to the same plan and is run for it; seconds of each that is run, round by round. ``chosen``: what has
+    been chosen for each way, here or before."""
     everyone = flow.placement.all("cpu")
     steps: dict[str, Callable[[], float]] = {}
     foretold: dict[str, float] = {}
@@ -226,7 +261,7 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
         torch.manual_seed(0)
         model = case.make().to_global(everyone, B)  # type: ignore[operator]
         batch = case.batch.to_global(everyone, B, check_meta=False).to_global(sbp=way.batch)
-        graph = here[0] = Step(model, way)
+        graph = here[0] = Step(model, way._replace(choose=chosen.setdefault(way.name, Chosen(way.choose))))
         graph(batch)
         plan = graph.auto_plan()
         told = str(way.batch), str(graph.plan()), tuple(sorted(plan.parameters.items()))
@@ -240,10 +275,7 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
     same_losses(steps)
     steps[YARDSTICK] = yardstick(case)
     # Some steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
-    seconds = at_one_pace(interleave(steps, rounds, calls=4, warm_up=1, again=2))
-    median = statistics.median
-    found = [(name, seconds[same[name]]) for name in foretold]
-    return [Measured(name, foretold[name], median(took), (median(took[::2]), median(took[1::2] or took))) for name, took in found], median(seconds[YARDSTICK])
+    return foretold, same, at_one_pace(interleave(steps, rounds, calls=4, warm_up=1, again=2))
 
 
 def at_one_pace(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
