@@ -183,7 +183,7 @@ class _Errand:
             time.sleep(_TICK_SECONDS)
 
     def _has(self, what: str, rank: Rank) -> bool:
-        return (self.folder / f"{what}.{rank.rank}").exists()
+        return os.access(self.folder / f"{what}.{rank.rank}", os.F_OK)  # not by an error caught inside, in which an interrupt would be shown
 
     def _failed(self, rank: Rank) -> bool:
         ended = rank.code is not None  # first: it answers before it ends
