@@ -34,7 +34,7 @@ Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
 
 # As torch's reducer: the first bucket is small, so that communication starts early; the others are large enough for bandwidth, small enough to overlap.
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-ROOM_BYTES = 8 << 20  # a bucket of this size has its room before its gradients come
+ROOM_BYTES = 8 << 20  # a bucket of this size has its room before its gradients come; below, one call that copies all costs less than a call for each
 _UNDER_WAY = 2  # buckets of shares: each holds gradients whole until it has arrived
 
 
