@@ -182,9 +182,9 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
     return group  # type: ignore[no-any-return]
 
 
-def memory_is_shared(t: torch.Tensor) -> bool:
-    """Whether another tensor lives in the memory of ``t``: torch counts them, with no public way to ask. Two always count: ``t`` and the question."""
-    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) > 2  # type: ignore[attr-defined]
+def memory_users(t: torch.Tensor) -> int:
+    """How many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too."""
+    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
 
 #: A reference to a tensor's memory that does not keep it: tells when that is gone. Among what torch shares memory between processes with.

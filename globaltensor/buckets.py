@@ -23,6 +23,7 @@ class Buckets(Generic[T]):
         self.plan: list[dict[int, int]] = []  # of the last pass: number -> how often it arrived
         self.planned: dict[int, tuple[int, int, Hashable]] = {}  # what the plan was made from
         self.bucket: dict[int, int] = {}  # number -> index of its bucket in the plan
+        self.parts: list[dict[int, tuple[int, int, Hashable]]] = []  # `planned`, bucket by bucket
         self.limits: dict[Hashable, int] = {}  # bytes of all buckets of a key that wants smaller ones
         self.drop()
 
@@ -70,9 +71,12 @@ class Buckets(Generic[T]):
 
     def whole(self, where: int, items: Mapping[int, T]) -> list[list[T]]:
         """All items of a bucket of the plan, none of which had arrived, as planned -> the buckets that are now ready to go, in order."""
-        self.items.update(items)
-        self.seen.update({n: self.planned[n] for n in self.plan[where]})
+        self.seen.update(self.parts[where])
         self.missing[where] = 0
+        if where == self.sent:
+            self.sent += 1
+            return [[items[n] for n in self.plan[where]], *self._ready()]
+        self.items.update(items)
         return self._ready()
 
     def _ready(self) -> list[list[T]]:
@@ -94,6 +98,7 @@ class Buckets(Generic[T]):
         self.planned, self.seen = seen, seen
         self.plan = self._buckets(sorted(seen, reverse=True))
         self.bucket = {n: i for i, bucket in enumerate(self.plan) for n in bucket}
+        self.parts = [{n: seen[n] for n in bucket} for bucket in self.plan]
 
     def _buckets(self, numbers: list[int]) -> list[dict[int, int]]:
         """Last made, first served: backward meets the last layers first."""

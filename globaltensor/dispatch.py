@@ -109,7 +109,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **kwargs)
     else:
         out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args])
-    wrapped = _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+    wrapped = _make(GlobalTensor, found.shape) if found.usual else _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
     wrapped._local = out
     wrapped._spec = found.out
     if found.view:  # as moved.share does
@@ -354,6 +354,7 @@ def _freeze(
     if flat and done.single and done.turn is None:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
+        done.usual = done.dtype is torch.get_default_dtype() and done.device.type == "cpu"
     elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):
         return Several(done)
     elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):

@@ -109,10 +109,11 @@ def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
 class Plan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
-    __slots__ = ("device", "direct", "dtype", "function", "out", "picks", "shape", "view")
+    __slots__ = ("device", "direct", "dtype", "function", "out", "picks", "shape", "usual", "view")
 
     def __init__(self) -> None:
         self.direct = self.view = False
+        self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
         self.picks = False  # a view function that picks from a split dim: the owner contributes it, so the result is a copy
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None

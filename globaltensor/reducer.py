@@ -21,7 +21,7 @@ from .boxing import box
 from .buckets import Buckets
 from .distributed.world import world
 from .errors import GlobalTensorError
-from .flats import Flats
+from .flats import Flats, Row
 from .placement import Placement
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
@@ -106,6 +106,12 @@ class LeafGradient:
 
     def arrived(self, local: torch.Tensor) -> None:
         """Torch has put a contribution into the local tensor's ``.grad``."""
+        planned = self.planned
+        if planned is not None and planned.ready and self.number not in planned.came:
+            planned.came[self.number] = self
+            if len(planned.came) == len(planned.numbers):
+                reducer().join(planned)
+            return
         here = reducer()
         if not here.deferred:
             here.add(self)
@@ -143,10 +149,10 @@ class Owed(Protocol):
         """Begin to tell. Collective, once."""
 
     def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """One element to be summed with the first gradients that leave; None where it is told otherwise."""
+        """A tensor without dims, to be summed with the first gradients that leave; None where it is told otherwise."""
 
     def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """That is under way: after ``wait()`` it is in ``cell``."""
+        """That is under way: after ``wait()`` it is in ``cell``, of one element."""
 
 
 class _Planned:
@@ -154,23 +160,25 @@ class _Planned:
     all costs less than one at each; of a large one in its room, where they will be summed. So each is copied while it is in the caches, and the memory that it
     came in serves the next: whole buckets that are let go together go back to the system, to be touched for the first time again in each step."""
 
-    __slots__ = ("came", "flat", "index", "key", "numbers", "open", "parts", "placed", "roomy")
+    __slots__ = ("at", "came", "index", "key", "numbers", "open", "placed", "ready", "roomy", "row")
 
     def __init__(self, index: int, numbers: list[int], key: tuple[Any, ...], roomy: bool) -> None:
         self.index, self.numbers, self.key, self.roomy = index, numbers, key, roomy
+        self.at = {n: i for i, n in enumerate(numbers)}
         self.begin()
 
     def begin(self) -> None:
         """Another pass."""
         self.came: dict[int, LeafGradient] = {}  # by number
         self.placed: dict[int, torch.Tensor] = {}  # of these, what is in the room
-        self.flat: torch.Tensor | None = None  # the room, with one element more, for what rides with it
-        self.parts: dict[int, torch.Tensor] = {}
+        self.row: Row | None = None  # the room, with one element more, for what rides with it
         self.open = True  # it has not been seen to yet
+        self.ready = False  # open, the end of this pass is being waited for, and a gradient that comes has but to be counted
 
-    def fits(self, grad: torch.Tensor | None) -> bool:
-        """Whether a gradient may lie in a row with others, and is what was planned."""
-        return grad is not None and grad.dtype is self.key[2] and not grad.requires_grad and grad.layout is torch.strided
+    def fits(self, grads: Iterable[torch.Tensor | None]) -> bool:
+        """Whether gradients may lie in a row with others, and are what was planned."""
+        dtype = self.key[2]
+        return all(g is not None and g.dtype is dtype and not g.requires_grad and g.layout is torch.strided for g in grads)
 
 
 class Reducer:
@@ -206,6 +214,8 @@ class Reducer:
             self.before.append(before)
         if not self.queued:
             self.queued = True
+            for planned in self.planned.values():
+                planned.ready = not (planned.roomy or self.deferred)
             _torch.queue_backward_callback(self.finish)
 
     def add(self, leaf: LeafGradient) -> None:
@@ -223,30 +233,28 @@ class Reducer:
                 self.buckets.again(leaf.number)  # into the same tensor
             return
         came[leaf.number] = leaf
-        if planned.roomy and planned.fits(leaf.local.grad):
+        if planned.roomy and planned.fits([leaf.local.grad]):
             self._place(planned, leaf)
         if len(came) == len(planned.numbers):
-            self._join(planned)
+            self.join(planned)
 
     def _place(self, planned: _Planned, leaf: LeafGradient) -> None:
         """Put a gradient where it will be summed."""
-        if planned.flat is None:
+        if planned.row is None:
             leaves = [leaf for leaf in map(self.leaves.get, planned.numbers) if leaf is not None and leaf.local.is_contiguous()]
             planned.roomy = len(leaves) == len(planned.numbers) and all(leaf.size(leaf.local.dtype)[1] == planned.key for leaf in leaves)
             if not planned.roomy:
                 return
-            size, (_, dtype, _, device) = sum(leaf.local.numel() for leaf in leaves), planned.key
-            planned.flat = self.flats.take((planned.key, planned.index), size + 1, dtype, device)
-            planned.parts = dict(zip(planned.numbers, _torch.parts_of(planned.flat[:size], [leaf.local for leaf in leaves]), strict=True))
+            planned.row = self.flats.take((planned.key, planned.index), [leaf.local for leaf in leaves], 1, planned.key[1], planned.key[3])
         grad = leaf.take()
         assert grad is not None
-        planned.placed[leaf.number] = planned.parts[leaf.number].copy_(grad)
+        planned.placed[leaf.number] = planned.row.parts[planned.at[leaf.number]].copy_(grad)
 
-    def _join(self, planned: _Planned) -> None:
+    def join(self, planned: _Planned) -> None:
         """All gradients of a bucket are there."""
-        came, placed, planned.open = planned.came, planned.placed, False
+        came, placed, planned.open, planned.ready = planned.came, planned.placed, False, False
         items = {n: (came[n], placed[n] if n in placed else came[n].take()) for n in planned.numbers}
-        if len(placed) == len(items) or all(planned.fits(grad) for _, grad in items.values()):
+        if len(placed) == len(items) or planned.fits([grad for _, grad in items.values()]):
             for bucket in self.buckets.whole(planned.index, items):  # type: ignore[arg-type]
                 self.send(bucket)
         else:
@@ -255,7 +263,7 @@ class Reducer:
 
     def _part(self, planned: _Planned) -> None:
         """The gradients of a bucket one by one: in this pass it is another."""
-        planned.open = False
+        planned.open = planned.ready = False
         for n, leaf in planned.came.items():
             self._take(leaf, planned.placed.get(n))
             self._take(leaf, leaf.take())
@@ -325,15 +333,15 @@ class Reducer:
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
         planned = self.planned.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         grads: Sequence[torch.Tensor] = [g for _, g in bucket]
-        if planned is not None and planned.flat is not None and list(map(id, grads)) == list(map(id, planned.parts.values())):
-            flat, parts = planned.flat if rider is not None else planned.flat[:-1], grads
+        row = planned.row if planned is not None else None
+        if row is not None and list(map(id, grads)) == list(map(id, row.parts)):
+            flat = row.flat if rider is not None else row.flat[:-1]
         else:
-            size, device = sum(g.numel() for g in grads), grads[0].device
-            flat = self.flats.take((way, kind, device, len(self.sent)), size + (rider is not None), kind, device)
-            parts = _torch.parts_of(flat[:size], grads)
-            _torch.copy_all(parts, grads)
+            row = self.flats.take((way, kind, grads[0].device, len(self.sent)), grads, int(rider is not None), kind, grads[0].device)
+            flat = row.flat
+            _torch.copy_all(row.parts, grads)
         if rider is not None:
-            flat[-1:] = rider
+            flat[-1].copy_(rider)
         # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
         later = rider is not None or (self.owed is not None and self.owed.riding)
         if not later and (factor := self.factor()) != 1:
@@ -342,7 +350,7 @@ class Reducer:
         if rider is not None and self.owed is not None and handle is not None:
             self.owed.ride(handle.wait, flat[-1:])
             flat = flat[:-1]
-        self.sent.append((bucket, flat, parts, handle, later))
+        self.sent.append((bucket, flat, row.parts, handle, later))
         return None
 
     def factor(self) -> float:

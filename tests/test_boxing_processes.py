@@ -151,7 +151,7 @@ def under_way() -> None:
         if world().rank not in ranks:
             continue
         comm, p = world().comm(ranks), len(ranks)
-        for n in (1, 7, 1000, 40_000, 300_000):
+        for n in (1, 7, 1000, 40_000, 450_000):
             for op in ("sum", "max", "min"):
                 for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
                     if dtype.is_complex and op != "sum":

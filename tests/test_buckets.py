@@ -183,3 +183,66 @@ def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pyt
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain, rtol=1e-5, atol=1e-6)
 
     simulate(2, on_ranks)
+
+
+def _kept(p: Any, how: str) -> tuple[Any, Callable[[], Any]]:
+    """(what somebody keeps of ``p.grad``, its value)."""
+    grad = p.grad
+    if how == "the gradient":
+        return grad, lambda: grad.numpy()
+    if how == "a part of it":
+        part = grad[1:]
+        return part, lambda: part.numpy()
+    if how == "the local tensor":
+        local = grad.to_local()
+        return local, local.tolist
+    if how == "an array of it":
+        array = grad.to_local().detach().numpy()
+        return array, array.tolist
+    if how == "a graph":
+        w = torch.ones(3, dtype=torch.float64).to_global(p.placement, flow.sbp.broadcast).requires_grad_()  # type: ignore[attr-defined]
+        y = (w * grad.detach()).sum()
+        return y, lambda: torch.autograd.grad(y, w, retain_graph=True)[0].numpy()
+    if how == "new data":
+        grad.data = grad.data * 2
+    elif how == "asked for a gradient":
+        grad.requires_grad_()
+    elif how == "named":
+        grad.name_of_mine = how
+    return None, lambda: 0
+
+
+@pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
+@pytest.mark.parametrize("how", ["the gradient", "a part of it", "the local tensor", "an array of it", "a graph", "new data", "asked for a gradient", "named", ""])
+def test_memory_serves_again_once_nobody_has_it(room: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducer, "ROOM_BYTES", room)
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(3, dtype=torch.float64, generator=draw) for _ in range(3)]
+    inputs = [torch.randn(4, 3, dtype=torch.float64, generator=draw) for _ in range(6)]
+
+    def on_ranks() -> None:
+        pair = flow.placement("cpu", [0, 1])
+        leaves = [v.clone().to_global(pair, flow.sbp.broadcast).requires_grad_() for v in values]  # type: ignore[attr-defined]
+        plain = [v.clone().requires_grad_() for v in values]
+        keeps, addresses = [], []
+        for step, x in enumerate(inputs):
+            for leaf in (*leaves, *plain):
+                leaf.grad = None
+            for these, y in ((plain, x), (leaves, x.to_global(pair, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0)))):  # type: ignore[attr-defined]
+                for leaf in these:
+                    y = (y * leaf).sin()
+                y.square().mean().backward()
+            for mine, other in zip(leaves, plain, strict=True):
+                assert not mine.grad.requires_grad
+                assert not hasattr(mine.grad, "name_of_mine")
+                torch.testing.assert_close(torch.from_numpy(mine.grad.numpy()), other.grad)
+            addresses.append(leaves[1].grad.to_local().data_ptr())
+            if step in (2, 3):
+                held, read = _kept(leaves[1], how)
+                keeps.append((held, read, read()))
+        for _, read, value in keeps:
+            torch.testing.assert_close(torch.as_tensor(read()), torch.as_tensor(value), rtol=0, atol=0)
+        if not how:
+            assert len(set(addresses[1:])) == 1, "from the second step on, whose buckets are planned"
+
+    simulate(2, on_ranks)

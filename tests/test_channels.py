@@ -11,7 +11,7 @@ import torch
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 
-from globaltensor._torch import memory_is_shared
+from globaltensor._torch import memory_users
 from globaltensor.distributed.comm import Message
 from globaltensor.distributed.messages import NativeChannel
 from globaltensor.distributed.simulate import simulate
@@ -81,9 +81,9 @@ def let_go() -> bool:
     message.wait()
     del message
     end = time.monotonic() + 30
-    while memory_is_shared(t) and time.monotonic() < end:
+    while memory_users(t) > 1 and time.monotonic() < end:
         time.sleep(1e-3)
-    return not memory_is_shared(t)
+    return memory_users(t) == 1
 
 
 @EVERYWHERE

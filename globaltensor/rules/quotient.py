@@ -38,20 +38,27 @@ class Count:
         self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
         self.riding = False
         self._sum: torch.Tensor | None = None
+        self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = None  # what to wait for, and where it then lies
+        self._brought: float | None = None  # and what lay there
         self._factor: float | None = None
 
     @property
     def started(self) -> bool:
-        return self._wait is not None
+        return self._wait is not None or self.riding
 
     def start(self) -> None:
         """Begin, unless it is on its way. Collective."""
-        if self._wait is None:
+        if not self.started:
             self._wait = settling(self.part)
 
     def __call__(self) -> torch.Tensor:
         """The sum on every rank. Collective where it has not been started."""
-        if self._sum is None:
+        if self._sum is None and self.riding:
+            part = self.part
+            assert isinstance(part, GlobalTensor)
+            whole = part._spec.replicated()
+            self._sum = GlobalTensor.wrap(torch.tensor(self._arrived(), dtype=whole.dtype, device=part._local.device), whole)
+        elif self._sum is None:
             self.start()
             assert self._wait is not None
             self._sum, self._wait = self._wait(), _over  # and let go of what brought it
@@ -60,8 +67,12 @@ class Count:
     def factor(self) -> float:
         """``bound`` over the count. Where nothing counts nothing has a gradient: 1."""
         if self._factor is None:
-            found = self()
-            self._factor = self.bound / (float(found._local if isinstance(found, GlobalTensor) else found) or self.bound)
+            if self.riding and self._sum is None:
+                number = self._arrived()
+            else:
+                found = self()
+                number = float(found._local if isinstance(found, GlobalTensor) else found)
+            self._factor = self.bound / (number or self.bound)
         return self._factor
 
     def may_ride(self) -> bool:
@@ -75,9 +86,9 @@ class Count:
         return len(part._spec.placement.flat) == here.size and any(e is partial_sum for e in part._spec.layout)
 
     def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, of one element, that then is the count. None: it is on its way already, or
-        such a sum is another one, or not exact, and it has been started."""
-        if self._wait is not None:
+        """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, a tensor without dims, that then is the count. None: it is on its way
+        already, or such a sum is another one, or not exact, and it has been started."""
+        if self.started:
             return None
         assert isinstance(self.part, GlobalTensor)
         spec = self.part._spec
@@ -86,23 +97,26 @@ class Count:
             self.start()
             return None
         where = placement._coordinates[world().rank]
-        here = self.part._local.detach().reshape(1).to(dtype)
+        here = self.part._local.detach()
         return torch.zeros_like(here) if any(where[a] for a in axes if a not in own) else here  # along other axes all have the same
 
     def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
         """What it rides with is under way: ``wait`` for it, then the count is in ``cell`` (of one element), to be read before others write there."""
+        self._rides_in, self.riding = (wait, cell), True
 
-        def arrive() -> torch.Tensor:
+    def _arrived(self) -> float:
+        """What has come with what it rode with: exact in each dtype that it rides in."""
+        if self._brought is None:
+            assert self._rides_in is not None
+            wait, cell = self._rides_in
             wait()
-            whole = self.part._spec.replicated()  # type: ignore[attr-defined]
-            return GlobalTensor.wrap(cell.detach().to(whole.dtype, copy=True).reshape(()), whole)
-
-        self._wait, self.riding = arrive, True
+            self._brought, self._rides_in = cell.item(), None
+        return self._brought
 
     def drop(self) -> None:
         """What it rode with will not arrive."""
-        if self.riding and self._sum is None:
-            self._wait, self.riding = None, False
+        if self.riding and self._brought is None:
+            self._rides_in, self.riding = None, False
 
 
 class Quotient(GlobalTensor):

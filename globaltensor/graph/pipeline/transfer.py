@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch import memory_is_shared
+from ..._torch import memory_users
 from ...boxing.moves import gives, takes
 from ...distributed.comm import Channel, Message
 from ...distributed.world import World
@@ -90,14 +90,14 @@ class _Pool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         for flat in self._all:
-            if flat.numel() == numel and not memory_is_shared(flat):
+            if flat.numel() == numel and memory_users(flat) == 1:
                 return flat.view(-1)  # another tensor on the same memory: that is what counts as being referred to
         self._all.append(torch.empty(numel, dtype=dtype, device=device))
         return self._all[-1].view(-1)
 
     def trim(self) -> None:
         """Keep only so many that nobody uses."""
-        idle = [i for i, flat in enumerate(self._all) if not memory_is_shared(flat)]
+        idle = [i for i, flat in enumerate(self._all) if memory_users(flat) == 1]
         for i in reversed(idle[self._idle :]):
             del self._all[i]
 
