@@ -213,7 +213,9 @@ def _kept(p: Any, how: str) -> tuple[Any, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
-@pytest.mark.parametrize("how", ["the gradient", "a part of it", "the local tensor", "an array of it", "a graph", "new data", "asked for a gradient", "named", ""])
+@pytest.mark.parametrize(
+    "how", ["the gradient", "a part of it", "the local tensor", "an array of it", "a graph", "new data", "asked for a gradient", "named", ""]
+)
 def test_memory_serves_again_once_nobody_has_it(room: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer, "ROOM_BYTES", room)
     draw = torch.Generator().manual_seed(0)
