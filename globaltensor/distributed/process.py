@@ -27,8 +27,9 @@ _TAG: Final = 7001  # keeps our messages apart from those of the user's own send
 _BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
 _AHEAD_TAG: Final = 7004  # and those of exchanges under way (7003 is that of channels)
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
-#: Up to so many bytes that each rank sends an all-reduce under way is made of messages; of two ranks, where that sends no more than any other way. Measured on two
-#: cores: two ranks 4 KB 0.3 ms, gloo's own 0.4 to 1.4; 1 MB 1.0 and 1.3; 2 MB 1.7 and 3.4; 4 MB 4.0 and 3.7; four ranks 64 KB 2.5 and 5.4, 1 MB 8.9 and 5.7.
+#: Up to so many bytes that each rank sends an all-reduce under way is made of messages; of two ranks, where that sends no more than any other way. Measured on
+#: two cores: two ranks 4 KB 0.3 ms, gloo's own 0.4 to 1.4; 1 MB 1.0 and 1.3; 2 MB 1.7 and 3.4; 4 MB 4.0 and 3.7; four ranks 64 KB 2.5 and 5.4, 1 MB 8.9
+#: and 5.7.
 _TOLD: Final = 1 << 17
 _SWAPPED: Final = 3 << 20
 _TO_ALL: Final = 4  # up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its own
