@@ -209,7 +209,7 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    chosen = options(__doc__.splitlines()[0], steps=11)
+    chosen = options(__doc__.splitlines()[0], steps=25)
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
     flow.env.get_rank()  # starts the process group that all contenders share

@@ -42,6 +42,10 @@ BUCKET_BYTES = 16 << 20  # of parameters that are gathered together
 ALONE_BYTES = 1 << 20  # a parameter of this size, whose shares follow each other in memory, is gathered where it lies
 
 
+def _alike(a: Spec, b: Spec) -> bool:
+    return a.placement is b.placement and a.layout == b.layout
+
+
 def stepped(p: GlobalTensor) -> Spec:
     """How what a rank steps of a parameter, and the state of it, lie."""
     shard = p._shard
@@ -169,6 +173,8 @@ class _Exchanged:
         self.state, self.mine = mine_of, list(mine_of.values())
         self.lengths, self.values = list(map(len, self.mine)), list(itertools.chain.from_iterable(map(dict.values, self.mine)))
         self.settings = list(map(_settings, groups))
+        #: Which parameters the step left alone: those of other ranks, say.
+        self.idle = [(p._local.grad if p._leaf is None else p._leaf.value) is None for p in self.params]
         self.fused: list[State] = []  # the groups that step with the fused kernel unasked
 
     @classmethod
@@ -194,16 +200,22 @@ class _Exchanged:
         if not self.unchanged() or not all(map(operator.is_, map(optimizer.state.get, params), self.held)):
             return None
         found, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
-        for p in params:
+        for p, idle in zip(params, self.idle, strict=True):
             local, leaf = p._local, p._leaf
             grad = local.grad
             if leaf is not None:
                 if grad is not None:
                     return None  # which is still to be summed
                 grad = leaf.value
-                found.append((local, grad))
-            if grad is None or "_kept_grad" in p.__dict__:
+            if (grad is None) is not idle:
                 return None
+            if grad is None:
+                continue
+            seen = p.__dict__.get("_kept_grad")
+            if seen is not None and (seen[1]._local is not grad or not _alike(seen[1]._spec, p._spec)):
+                return None
+            if leaf is not None:
+                found.append((local, grad))
             if dtype is not None and not (grad.dtype is dtype and grad.layout is torch.strided and grad.is_contiguous()):
                 return None
         return found
@@ -234,6 +246,7 @@ class _Swap:
         self.shares = _Shares()
         self.places: _Places | None = None  # of the last step's shares
         self.last: _Exchanged | None = None  # what the step before exchanged, where the next may do likewise
+        self.known = 0  # how many parameters had a state before this step
 
     def again(self, optimizer: Optimizer) -> bool:
         """Exchange as at the step before; False, and nothing done, where that does not serve."""
@@ -305,7 +318,7 @@ class _Swap:
             if known := known_of.get(p):
                 state[part] = self._localised(p, spec, known)
         # From here on nothing fails.
-        self.shares = shares
+        self.shares, self.known = shares, len(state)
         self.before = lists, optimizer.state, before
         for part, grad in grads:
             part.grad = grad
@@ -358,7 +371,9 @@ class _Swap:
         for part, grad in grads:
             part.grad = grad
         if not known:
-            self.last = _Exchanged.of(optimizer, mine_of) if done and self.places is None else None
+            # Where states have begun in this step the next may do what this one could not: step with the fused kernel.
+            same = len(mine_of) == self.known or len(fused) == len(lists)
+            self.last = _Exchanged.of(optimizer, mine_of) if done and self.places is None and same else None
             if self.last is not None:
                 self.last.fused = fused
         shares, self.shares = self.shares, _Shares()

@@ -99,6 +99,8 @@ def another_state(optimizer: optim.Optimizer, params: list[torch.Tensor]) -> Non
 AFTER_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] = {
     "nothing": lambda o, p: None,
     "a gradient is looked at": lambda o, p: p[0].grad.mul_(2),  # type: ignore[union-attr]
+    "gradients set": lambda o, p: [setattr(q, "grad", q.grad.clone()) for q in p[:2]],  # type: ignore[union-attr]
+    "a gradient more": lambda o, p: setattr(p[2], "grad", torch.ones_like(p[2])),
     "a gradient less": lambda o, p: setattr(p[0], "grad", None),
     "a rate": lambda o, p: o.param_groups[0].update(lr=0.3),
     "a rate in a tensor": rate_in_a_tensor,
@@ -126,7 +128,7 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
     after = AFTER_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
 
     def train(params: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        optimizer = optim.AdamW(params, lr=0.1)
+        optimizer = optim.AdamW([params[2], *params[:2]], lr=0.1)  # the first has no gradient
         for i in range(6):
             optimizer.zero_grad()
             if i == 3:
@@ -137,18 +139,19 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
             swap = optimizers._swaps.get(optimizer)
             again = swap is not None and swap.last is not None and swap.last.gradients(optimizer) is not None
             optimizer.step()
-            if isinstance(params[0], flow.GlobalTensor) and (change == "nothing" or i < 3):
+            if isinstance(params[0], flow.GlobalTensor) and (change in ("nothing", "gradients set") or i < 3):
                 assert again == (i > 0)
         return params
 
     generator = torch.Generator().manual_seed(0)
-    first, second, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), (5, 4)))
-    expected = [p.detach() for p in train([first.clone().requires_grad_(), second.clone().requires_grad_()], x)]
+    first, second, idle, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((4, 6), (6, 2), (3, 3), (5, 4)))
+    expected = [p.detach() for p in train([w.clone().requires_grad_() for w in (first, second, idle)], x)]
 
     def ranks() -> None:
         everyone = flow.placement.all("cpu")
         put = [
-            w.clone().to_global(everyone, B).to_global(sbp=B if shared else layout).detach().requires_grad_() for w, layout in ((first, S(1)), (second, S(0)))
+            w.clone().to_global(everyone, B).to_global(sbp=B if shared else layout).detach().requires_grad_()  # type: ignore[attr-defined]
+            for w, layout in ((first, S(1)), (second, S(0)), (idle, S(1)))
         ]
         got = train(put, x.to_global(everyone, B).to_global(sbp=S(0) if shared else B))
         for p, w in zip(got, expected, strict=True):
