@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,15 @@ def test_output_and_logs_of_an_mpi_world(folder: Path, capfd: pytest.CaptureFixt
     assert run(folder, body, "--backend", "mpi", "--redirect_stdout_and_stderr", "--logdir", folder / "logs") == 0
     assert [(folder / f"logs/local_rank_{i}/stdout").read_text() for i in range(2)] == ["out 0 mpi\n", "out 1 mpi\n"]
     assert capfd.readouterr() == ("", "")
+
+
+@needs_mpi
+def test_mpirun_keeps_its_files_apart(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Open MPI's own place is named by mpirun's pid: what a killed one left there keeps the next of that pid from starting."""
+    assert run(folder, 'print(os.environ["PMIX_SERVER_TMPDIR"], flush=True)', "--backend", "mpi") == 0
+    (place,) = set(capfd.readouterr().out.split())
+    assert place.startswith(f"{tempfile.gettempdir()}/globaltensor_mpi_")
+    assert not Path(place).parent.exists()
 
 
 def test_mpi_on_several_nodes_is_mpiruns_own(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib.util
 import os
 import pickle
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 
 from globaltensor.distributed.launcher import tether
-from globaltensor.distributed.launcher.mpirun import find_mpirun, options
+from globaltensor.distributed.launcher.mpirun import find_mpirun, options, room
 from globaltensor.errors import WorldError
 
 from .pool import CALL_SECONDS, START_SECONDS, Pool
@@ -41,10 +43,20 @@ def missing() -> str:
 needs_mpi = pytest.mark.skipif(bool(missing()), reason=missing() or "MPI is there")
 
 
+@functools.cache
+def _rooms() -> str:
+    """A folder that goes with this process."""
+    made = tempfile.TemporaryDirectory(prefix="globaltensor_test_", ignore_cleanup_errors=True)
+    atexit.register(made.cleanup)
+    return made.name
+
+
 def mpirun(n: int, *command: str) -> list[str]:
-    """A command line that runs ``command`` on ``n`` ranks and dies with this process."""
+    """A command line that runs ``command`` on ``n`` ranks and dies with this process; mpirun's own files go with it."""
     program = find_mpirun()
-    return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), program, *options(program), "-n", str(n), *command]
+    own = [f"{name}={value}" for name, value in room(tempfile.mkdtemp(dir=_rooms())).items()]
+    started = ["env", *own, program, *options(program), "-n", str(n), *command]
+    return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), *started]
 
 
 def environment(**more: str) -> dict[str, str]:

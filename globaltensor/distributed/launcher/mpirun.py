@@ -22,7 +22,7 @@ from ...errors import WorldError
 from .streams import Pump, Stream
 from .supervise import Process, Rank, signal_name, stdin, tethered
 
-__all__ = ["Mpirun", "find_mpirun"]
+__all__ = ["Mpirun", "find_mpirun", "room"]
 
 _START_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.02
@@ -44,6 +44,12 @@ def options(program: str) -> list[str]:
     if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
         return []  # Hydra (MPICH, Intel MPI) does so by itself
     return ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+def room(folder: str) -> dict[str, str]:
+    """Variables by which Open MPI keeps its own files in this folder. Else their folder is named by mpirun's pid: one that was killed leaves it behind, and
+    the next mpirun of that pid takes the server it tells of to be alive, and says no more than that "the PMIx server's listener thread failed to start"."""
+    return {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}  # of Open MPI 5 and 4
 
 
 class Shimmed:
@@ -78,17 +84,19 @@ class Mpirun:
         self._program = find_mpirun()
         self._options = options(self._program)
         self._process: subprocess.Popen[bytes] | None = None
+        self._room: tempfile.TemporaryDirectory[str] | None = None
         self._shims: list[Shimmed] = []
         self._said = Stream(None, kept=True)
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Start these ranks, which are all of the world's. Raises WorldError where mpirun cannot."""
         self.close()
-        with tempfile.TemporaryDirectory(prefix="globaltensor_mpi_") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-            door.bind(f"{folder}/door")
+        self._room = tempfile.TemporaryDirectory(prefix="globaltensor_mpi_", ignore_cleanup_errors=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(f"{self._room.name}/door")
             door.listen(len(ranks))
             door.settimeout(_TICK_SECONDS)
-            self._begin(len(ranks), f"{folder}/door")
+            self._begin(len(ranks), self._room.name)
             until = time.monotonic() + _START_SECONDS
             waiting = {str(rank.rank): rank for rank in ranks}
             while waiting:
@@ -101,13 +109,14 @@ class Mpirun:
                     rank = waiting.pop(connection.recv(64).decode().strip())
                     rank.process = self._hand_over(connection, rank)
 
-    def _begin(self, n: int, door: str) -> None:
+    def _begin(self, n: int, folder: str) -> None:
         self._said = Stream(None, kept=True)
         self._said.open()
         self._pump.add(self._said)
-        shim = [sys.executable, "-I", "-S", str(_SHIM), door]
+        shim = [sys.executable, "-I", "-S", str(_SHIM), f"{folder}/door"]
         command = tethered([self._program, *self._options, "-n", str(n), *shim])
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said.theirs, stderr=self._said.theirs)
+        variables = {**os.environ, **room(folder)}
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said.theirs, stderr=self._said.theirs, env=variables)
         self._said.started()
 
     def _hand_over(self, connection: socket.socket, rank: Rank) -> Process:
@@ -153,3 +162,6 @@ class Mpirun:
                 self._process.wait()
             self._process = None
             self._pump.drop(self._said)
+        if self._room is not None:
+            self._room.cleanup()
+            self._room = None
