@@ -131,8 +131,9 @@ def as_bytes(flat: Tensor) -> Tensor:
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def combine(parts: Sequence[Tensor], op: str, spare: int | None = None) -> Tensor:
-    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor, or that at index ``spare``, overwritten.
+def combine(parts: Sequence[Tensor], op: str, spare: int | None = None, out: Tensor | None = None) -> Tensor:
+    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor; or, where that saves one, ``out`` (which may be one
+    of the first two) or, of two tensors, that at index ``spare``, overwritten.
 
     Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises RuntimeError for the max or min of complex numbers.
     """
@@ -151,9 +152,7 @@ def combine(parts: Sequence[Tensor], op: str, spare: int | None = None) -> Tenso
     if wider is not None:
         return combine([p.to(wider) for p in parts], op).to(dtype)
     fold = _FOLD[op]
-    if spare is not None and len(parts) == 2:
-        return fold(parts[0], parts[1], out=parts[spare])
-    total = fold(parts[0], parts[1])
+    total = fold(parts[0], parts[1], out=parts[spare] if spare is not None and len(parts) == 2 else out)
     for part in parts[2:]:
         fold(total, part, out=total)
     return total

@@ -24,6 +24,7 @@ from .comm import Channel, Comm, Traffic
 from .detect import Detected, detect
 from .interface import advice, lead_gloo
 from .meet import meet
+from .neighbours import Neighbours
 
 __all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 
@@ -129,6 +130,7 @@ class ProcessWorld(World):
         super().__init__(rank, size, local_rank, nodes)
         self.owned = owned  # closing it ends torch's process group
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
+        self.neighbours: Neighbours | None = None  # those of this host, once they have met
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}  # of the device types that have one of their own, gloo aside
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -144,9 +146,9 @@ class ProcessWorld(World):
         return "nccl" not in self.backends.values()  # which wants a device for each of its ranks
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
-        from .process import ProcessComm
+        from .shared import SharedComm
 
-        return ProcessComm(self, ranks)
+        return SharedComm(self, ranks)
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:
         from .messages import MessageChannel, NativeChannel
@@ -178,6 +180,9 @@ class ProcessWorld(World):
         if self.background is not None:
             self.background.close()
             self.background = None
+        if self.neighbours is not None:
+            self.neighbours.close()
+            self.neighbours = None
         # A reference left would keep gloo's threads alive until the interpreter is gone; when one then wants the GIL, the process aborts.
         self.carrier = None
         if self.owned and dist.is_initialized():

@@ -1,0 +1,386 @@
+"""Memory that the ranks of one host share: what a rank has for others it copies there once, and they read it where it lies.
+
+Each rank writes into memory files of its own (memfd: they have no name, so nothing is left behind whatever happens), which the others map. Which part is
+whose goes as a note through a Unix socket between each two ranks, which also tells at once that a rank has died. Leaving something never waits until it
+is read, so a collective that has started needs nobody's attention to go on; nor does it need a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["VARIABLE", "Gone", "Neighbours", "Part", "host"]
+
+VARIABLE: Final = "GLOBALTENSOR_SHARED_MEMORY"
+_FILE: Final = 64 << 20  # bytes of a memory file, which takes only as many as were written
+_LEAST: Final = 4 << 10  # bytes of a block; all have a power of two
+_HEAD: Final = 64  # bytes at the start of a block, one for each who reads it, 1 where that is done; also what parts are aligned to
+_UNREAD: Final = 256 << 20  # so many bytes that are not yet read may lie there before one who can wait does
+_NOTE: Final = struct.Struct("<QQIIQQ")  # topic, number, file, where in it the reader says that it is done, where the part is, its bytes
+_HELLO: Final = struct.Struct("<II")  # rank, and what the connection is for
+_NOTES, _FILES = 0, 1
+_SLICE: Final = 0.05  # seconds between looks at what another thread may have heard
+_LOOKS: Final = 40  # at a socket before sleeping
+
+
+class Gone(RuntimeError):
+    """What a neighbour was to leave cannot come any more, or is not what was expected."""
+
+
+def host() -> str:
+    """The same text in processes that can share memory: of one boot, network namespace and user. Nothing where that can't be, or is not wanted."""
+    if os.environ.get(VARIABLE, "1") == "0" or not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+        return ""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:
+        return ""
+
+
+class _File:
+    """A memory file, mapped."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.bytes = mmap.mmap(descriptor, size)
+        self.memory = torch.frombuffer(self.bytes, dtype=torch.uint8)
+
+
+class _Block(NamedTuple):
+    """Part of a memory file of this rank."""
+
+    number: int
+    file: _File
+    start: int
+    size: int
+
+    def lend(self, readers: int) -> None:
+        """Nobody has read it."""
+        self.file.bytes[self.start : self.start + readers] = bytes(readers)
+        self.file.bytes[self.start + readers : self.start + _HEAD] = b"\1" * (_HEAD - readers)
+
+    @property
+    def idle(self) -> bool:
+        return self.file.bytes[self.start : self.start + _HEAD] == _ALL_READ
+
+
+_ALL_READ: Final = b"\1" * _HEAD
+
+
+class _Arena:
+    """The memory that this rank writes, in blocks that serve again once everyone has read them."""
+
+    def __init__(self) -> None:
+        self.files: list[tuple[int, int]] = []  # descriptor and size of each
+        self._last: _File | None = None
+        self._used = 0
+        self._lent: dict[int, deque[_Block]] = {}
+        self._bytes = 0
+
+    def take(self, nbytes: int) -> _Block:
+        """A block for so many bytes that nobody uses."""
+        size = max(_LEAST, 1 << (nbytes + _HEAD - 1).bit_length())
+        lent = self._lent.setdefault(size, deque())
+        for _ in range(min(4, len(lent))):  # the oldest; those that are read late must not hide the others
+            lent.rotate(-1)
+            if lent[-1].idle:
+                return lent[-1]
+        block = self._more(size)
+        lent.append(block)
+        return block
+
+    def _more(self, size: int) -> _Block:
+        if self._last is None or self._used + size > self.files[-1][1]:
+            room = max(_FILE, size)
+            descriptor = os.memfd_create("globaltensor")
+            os.ftruncate(descriptor, room)
+            self._last, self._used = _File(descriptor, room), 0
+            self.files.append((descriptor, room))
+        block = _Block(len(self.files) - 1, self._last, self._used, size)
+        self._used += size
+        return block
+
+    def unread(self) -> int:
+        """Bytes of blocks that somebody has still to read."""
+        return sum(block.size for lent in self._lent.values() for block in lent if not block.idle)
+
+    def close(self) -> None:
+        for descriptor, _ in self.files:
+            os.close(descriptor)
+        self.files, self._last, self._lent = [], None, {}
+
+
+class Part:
+    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``."""
+
+    def __init__(self, file: _File, mark: int, start: int, nbytes: int, barrier: threading.Lock) -> None:
+        self.data = file.memory[start : start + nbytes]
+        self._bytes, self._mark, self._barrier = file.bytes, mark, barrier
+
+    def done(self) -> None:
+        """It has been read: its memory may be written again."""
+        with self._barrier:  # what was read stays before the mark, on processors too that order things as they like
+            pass
+        self._bytes[self._mark] = 1
+
+
+class _Peer:
+    """The connections with another rank, and what it has said."""
+
+    def __init__(self) -> None:
+        self.notes: socket.socket | None = None
+        self.descriptors: socket.socket | None = None
+        self.files: list[_File] = []
+        self.told = 0  # how many of this rank's files it has
+        self.rest = b""
+        self.left = False
+
+    def close(self) -> None:
+        for end in (self.notes, self.descriptors):
+            if end is not None:
+                end.close()
+        self.files, self.left = [], True
+
+
+class Neighbours:
+    """This rank among those of its host: what they leave for one another, by topic and number, which both sides know."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.name = rank, secrets.token_hex(16)
+        self._arena, self._peers = _Arena(), dict[int, _Peer]()
+        self._here: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._unwanted: set[tuple[int, int, int]] = set()
+        self._lock, self._barrier = threading.RLock(), threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0globaltensor-{self.name}")
+        self._listener.listen(256)
+        self._ready = select.epoll()
+        _ALL.add(self)
+
+    def connect(self, names: Mapping[int, str], seconds: float) -> None:
+        """Connect with the ranks of these names, who do the same: the higher rank calls, the lower one answers. Raises Gone where one does not come."""
+        with self._lock:
+            for rank, name in names.items():
+                if rank < self.rank and rank not in self._peers:
+                    peer = self._peers[rank] = _Peer()
+                    for purpose in (_NOTES, _FILES):
+                        self._keep(peer, purpose, self._call(name, purpose, rank), rank)
+            end = time.monotonic() + seconds
+            while missing := [rank for rank in names if rank > self.rank and not self._connected(rank)]:
+                self._listener.settimeout(max(0.001, end - time.monotonic()))
+                try:
+                    self._answer()
+                except TimeoutError:
+                    raise Gone(f"rank {missing[0]}, of the same host, did not connect within {seconds:.0f} s") from None
+
+    def _connected(self, rank: int) -> bool:
+        peer = self._peers.get(rank)
+        return peer is not None and (peer.left or (peer.notes is not None and peer.descriptors is not None))
+
+    def _call(self, name: str, purpose: int, rank: int) -> socket.socket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            end.connect(f"\0globaltensor-{name}")
+            end.sendall(_HELLO.pack(self.rank, purpose))
+        except OSError as error:
+            end.close()
+            raise Gone(f"rank {rank}, of the same host, cannot be reached: {error}") from error
+        return end
+
+    def _answer(self) -> None:
+        end, _ = self._listener.accept()
+        _, uid, _ = struct.unpack("iii", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii")))
+        end.settimeout(10.0)
+        hello = b""
+        if uid == os.getuid():
+            with contextlib.suppress(OSError):
+                hello = end.recv(_HELLO.size, socket.MSG_WAITALL)
+        if len(hello) < _HELLO.size:
+            end.close()  # someone else's
+            return
+        rank, purpose = _HELLO.unpack(hello)
+        self._keep(self._peers.setdefault(rank, _Peer()), purpose, end, rank)
+
+    def _keep(self, peer: _Peer, purpose: int, end: socket.socket, rank: int) -> None:
+        if purpose == _FILES:
+            end.settimeout(None)
+            peer.descriptors = end
+        else:
+            end.setblocking(False)
+            peer.notes = end
+            self._ready.register(end, select.EPOLLIN)
+
+    # Leaving
+
+    def leave(self, topic: int, number: int, parts: Iterable[tuple[Tensor, Iterable[int]]], patient: bool = True) -> None:
+        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not."""
+        parts = [(data, tuple(ranks)) for data, ranks in parts]
+        total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
+        with self._lock:
+            if patient and total > _LEAST and self._arena.unread() > _UNREAD:
+                self._let_read()
+            block = self._arena.take(total)
+            block.lend(sum(len(ranks) for _, ranks in parts))
+            at, mark, told = block.start + _HEAD, block.start, []
+            for data, ranks in parts:
+                n = data.numel()
+                block.file.memory[at : at + n].copy_(data)
+                for rank in ranks:
+                    told.append((rank, _NOTE.pack(topic, number, block.number, mark, at, n)))
+                    mark += 1
+                at += -(-n // _HEAD) * _HEAD
+            with self._barrier:
+                pass
+            for rank, note in told:
+                self._tell(rank, note)
+
+    def _tell(self, rank: int, note: bytes) -> None:
+        peer = self._peers[rank]
+        if peer.left or peer.notes is None or peer.descriptors is None:
+            raise Gone(f"rank {rank} has gone")
+        try:
+            while peer.told < len(self._arena.files):
+                descriptor, size = self._arena.files[peer.told]
+                socket.send_fds(peer.descriptors, [size.to_bytes(8, "little")], [descriptor])
+                peer.told += 1
+            while note:
+                try:
+                    note = note[peer.notes.send(note) :]
+                except BlockingIOError:  # it has many notes to read, and may itself be waiting until this rank reads its own
+                    self._hear_all()
+                    select.select([], [peer.notes], [], 0.001)
+        except OSError as error:
+            self._lost(rank, peer)
+            raise Gone(f"rank {rank} has gone: {error}") from error
+
+    def _let_read(self) -> None:
+        while self._arena.unread() > _UNREAD // 2:
+            self._hear_all()
+            if gone := [rank for rank, peer in self._peers.items() if peer.left]:
+                raise Gone(f"rank {gone[0]} has gone")
+            time.sleep(0.0005)
+
+    # Reading
+
+    def find(self, rank: int, topic: int, number: int, nbytes: int, seconds: float) -> Part:
+        """What ``rank`` leaves; waits until it is there. Raises Gone where it has other bytes than these, or does not come within so many seconds."""
+        wanted = rank, topic, number
+        found = self._here.pop(wanted, None)
+        if found is None:
+            found = self._await(wanted, seconds)
+        file, mark, start, size = found
+        if size != nbytes:
+            raise Gone(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
+        return Part(self._file(rank, file), mark, start, size, self._barrier)
+
+    def forget(self, rank: int, topic: int, number: int) -> None:
+        """Nobody will read that."""
+        wanted = rank, topic, number
+        with self._lock:
+            found = self._here.pop(wanted, None)
+            if found is None:
+                self._unwanted.add(wanted)
+            elif not self._peers[rank].left:
+                Part(self._file(rank, found[0]), found[1], 0, 0, self._barrier).done()
+
+    def _await(self, wanted: tuple[int, int, int], seconds: float) -> tuple[int, int, int, int]:
+        rank = wanted[0]
+        peer, end = self._peers[rank], 0.0
+        for look in range(1 << 62):
+            with self._lock:
+                if look <= _LOOKS:
+                    self._hear(rank, peer)
+                else:
+                    self._hear_all()
+                found = self._here.pop(wanted, None)
+            if found is not None:
+                return found
+            if peer.left:
+                raise Gone(f"rank {rank} has gone")
+            if look < _LOOKS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            end = end or now + seconds
+            if now > end:
+                raise Gone(f"nothing has come from rank {rank} for {seconds:.0f} s")
+            self._ready.poll(min(_SLICE, end - now + 0.001))
+        raise AssertionError
+
+    def _hear_all(self) -> None:
+        for rank, peer in list(self._peers.items()):
+            if not peer.left:
+                self._hear(rank, peer)
+
+    def _hear(self, rank: int, peer: _Peer) -> None:
+        assert peer.notes is not None
+        try:
+            heard = peer.notes.recv(_NOTE.size << 8)
+        except BlockingIOError:
+            return
+        except OSError:
+            heard = b""
+        if not heard:
+            self._lost(rank, peer)
+            return
+        heard = peer.rest + heard
+        whole = len(heard) // _NOTE.size * _NOTE.size
+        peer.rest = heard[whole:]
+        for topic, number, file, mark, start, size in _NOTE.iter_unpack(heard[:whole]):
+            name = rank, topic, number
+            if name in self._unwanted:
+                self._unwanted.discard(name)
+                Part(self._file(rank, file), mark, 0, 0, self._barrier).done()
+            else:
+                self._here[name] = file, mark, start, size
+
+    def _file(self, rank: int, number: int) -> _File:
+        peer = self._peers[rank]
+        with self._lock:
+            while len(peer.files) <= number:
+                assert peer.descriptors is not None
+                data, (descriptor, *_), _, _ = socket.recv_fds(peer.descriptors, 8, 1)
+                peer.files.append(_File(descriptor, int.from_bytes(data, "little")))
+                os.close(descriptor)
+            return peer.files[number]
+
+    def _lost(self, rank: int, peer: _Peer) -> None:
+        """It has closed its connection; what it left before can still be read."""
+        peer.left = True
+        assert peer.notes is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._ready.unregister(peer.notes)
+
+    def close(self) -> None:
+        """Let go of the connections and the memory."""
+        self._listener.close()
+        self._ready.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._arena.close()
+
+
+def _leave_to_parent() -> None:
+    """A child of a fork, such as those that load data, must not hold the connections open: its parent's end is to be noticed."""
+    for each in list(_ALL):
+        each.close()
+
+
+_ALL: Final[weakref.WeakSet[Neighbours]] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

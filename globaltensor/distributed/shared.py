@@ -1,0 +1,288 @@
+"""Collectives among the processes of one host, through memory that they share; what they cannot carry goes as among any processes.
+
+Long tensors go in pieces, so that a piece is read while it is still in the cache. Reductions read everyone's numbers where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .comm import Handle, Scattered, as_bytes, combine
+from .neighbours import Gone, Neighbours, Part, host
+from .process import ProcessComm
+from .world import ProcessWorld, timeout
+
+__all__ = ["SharedComm"]
+
+_MANY: Final = 16  # ranks; each reads what every other has left
+_PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
+_AHEAD: Final = 1 << 27  # bytes of a collective under way, all of which lie there until it is waited for
+_PLACE: Final = 512  # bytes in which a rank says where it is
+
+#: Flat bytes, and the indexes of those who get them.
+_Left = tuple[Tensor, Sequence[int]]
+
+
+class SharedComm(ProcessComm):
+    """Collectives among ranks that may all be on one host, which they find out when they first call one."""
+
+    def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
+        super().__init__(world, ranks)
+        self._others = [i for i in range(self.size) if i != self.index]
+        self._topic = int.from_bytes(hashlib.blake2b(repr(ranks).encode(), digest_size=8).digest(), "little")
+        self._number, self._seconds = 0, timeout().total_seconds()
+        self._asked, self._found = False, None
+
+    _found: Neighbours | None
+
+    def _near(self, device: torch.device) -> Neighbours | None:
+        """Those of this host, where all are of it and they can carry this."""
+        if device.type != "cpu" or self._mpi or self.size > _MANY:
+            return None
+        if not self._asked:
+            self._found, self._asked = self._meet(), True
+        return self._found
+
+    def _meet(self) -> Neighbours | None:
+        mine = neighbours(self.world)
+        told = pickle.dumps((host(), mine.name if mine else ""))
+        there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
+        places = ProcessComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
+        found = [pickle.loads(place.numpy().tobytes()) for place in places]
+        if mine is None or {where for where, _ in found} != {host()}:
+            return None
+        try:
+            mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self._seconds)
+        except Gone as error:
+            raise self.broken("the first collective", error) from error
+        return mine
+
+    # What everything is made of
+
+    def _leave(self, near: Neighbours, number: int, parts: Iterable[_Left], patient: bool = True) -> None:
+        try:
+            near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient)
+        except Gone as error:
+            raise self.broken("a collective", error) from error
+
+    def _find(self, near: Neighbours, number: int, i: int, nbytes: int) -> Part:
+        try:
+            return near.find(self.ranks[i], self._topic, number, nbytes, self._seconds)
+        except Gone as error:
+            raise self.broken("a collective", error) from error
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number << 20
+
+    def _move(self, near: Neighbours, sends: Sequence[_Left], recvs: Mapping[int, Tensor]) -> None:
+        """Send flat bytes, and fill others from where they come."""
+        number = self._next()
+        longest = max([0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())])
+        for k, at in enumerate(range(0, longest, _PIECE)):
+            if parts := [(data[at : at + _PIECE], to) for data, to in sends if data.numel() > at]:
+                self._leave(near, number + k, parts)
+            for i, out in recvs.items():
+                if out.numel() > at:
+                    piece = out[at : at + _PIECE]
+                    part = self._find(near, number + k, i, piece.numel())
+                    piece.copy_(part.data)
+                    part.done()
+
+    def _fold(self, near: Neighbours, sends: Mapping[int, Tensor], mine: Tensor, op: str, out: Tensor) -> None:
+        """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be ``mine``. One send for all is written once."""
+        number, size, flats = self._next(), mine.itemsize, list(sends.values())
+        same = len({id(flat) for flat in flats}) == 1
+        step = _PIECE // size
+        for k, at in enumerate(range(0, max(mine.numel(), *(flat.numel() for flat in flats)), step)):
+            if same:
+                parts: list[_Left] = [(as_bytes(flats[0][at : at + step]), self._others)] if flats[0].numel() > at else []
+            else:
+                parts = [(as_bytes(flat[at : at + step]), (i,)) for i, flat in sends.items() if flat.numel() > at]
+            if parts:
+                self._leave(near, number + k, parts)
+            if mine.numel() > at:
+                self._add(near, number + k, mine[at : at + step], op, out[at : at + step])
+
+    def _add(self, near: Neighbours, number: int, mine: Tensor, op: str, out: Tensor) -> None:
+        found = {i: self._find(near, number, i, mine.nbytes) for i in self._others}
+        parts = [mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)]
+        _combine_into(parts, op, out)
+        for part in found.values():
+            part.done()
+
+    # Collectives
+
+    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        near = self._near(device)
+        if near is None:
+            return super()._swap(sends, recvs, device)
+        return self._move(near, [(data, (i,)) for i, data in sends.items()], recvs)
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        near = self._near(device)
+        if near is None:
+            return super()._swap_async(sends, recvs, device)
+        number = self._next()
+        if sends:
+            self._leave(near, number, [(data, (i,)) for i, data in sends.items()], patient=False)
+
+        def read(parts: Sequence[Part]) -> None:
+            for out, part in zip(recvs.values(), parts, strict=True):
+                out.copy_(part.data)
+
+        return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
+
+    def _to_all(self, near: Neighbours, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()})
+
+    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+        own = sends[self.index]
+        near = self._near(own.device)
+        if near is None:
+            return super()._all_to_all_parts(sends, numels, longest)
+        parts = [own if i == self.index else own.new_empty(n) for i, n in enumerate(numels)]
+        self._to_all(near, sends, parts)
+        return parts
+
+    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+        near = self._near(out.device)
+        if near is None:
+            return super()._all_to_all(sends, numels, out, longest)
+        slots = out.split_with_sizes(list(numels))
+        self._to_all(near, sends, slots)
+        slots[self.index].copy_(sends[self.index])
+        return None
+
+    def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        near = self._near(flat.device)
+        if near is None:
+            return super()._all_gather_parts(flat, numels)
+        parts = [flat if i == self.index else flat.new_empty(n) for i, n in enumerate(numels)]
+        self._gather(near, flat, parts)
+        return parts
+
+    def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        near = self._near(out.device)
+        if near is None:
+            return super()._all_gather(flat, numels, out)
+        slots = out.split_with_sizes(list(numels))
+        self._gather(near, flat, slots)
+        if slots[self.index].data_ptr() != flat.data_ptr():
+            slots[self.index].copy_(flat)
+        return None
+
+    def _gather(self, near: Neighbours, flat: Tensor, slots: Sequence[Tensor]) -> None:
+        self._move(near, [(as_bytes(flat), self._others)] if flat.numel() else [], {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()})
+
+    def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        near = self._near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
+        if near is None:
+            return super()._all_gather_async(flat, numels, out)
+        number, slots = self._next(), out.split_with_sizes(list(numels))
+        if flat.numel():
+            self._leave(near, number, [(as_bytes(flat), self._others)], patient=False)
+        slots[self.index].copy_(flat)
+        there = [i for i in self._others if numels[i]]
+
+        def read(parts: Sequence[Part]) -> None:
+            for i, part in zip(there, parts, strict=True):
+                as_bytes(slots[i]).copy_(part.data)
+
+        return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in there], read)
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        near = self._near(flat.device)
+        if near is None:
+            super()._broadcast(flat, src)
+        elif self.index == src:
+            self._move(near, [(as_bytes(flat), self._others)], {})
+        else:
+            self._move(near, [], {src: as_bytes(flat)})
+
+    def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
+        mine = sends[self.index]
+        near = self._near(mine.device)
+        if near is None:
+            return super()._reduce_scatter(sends, op)
+        out = torch.empty_like(mine)
+        self._fold(near, {i: sends[i] for i in self._others}, mine, op, out)
+        return out
+
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+        mine = sends[self.index]
+        near = self._near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+        if near is None:
+            return super()._reduce_scatter_async(sends, op)
+        number, out = self._next(), torch.empty_like(mine)
+        if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
+            self._leave(near, number, parts, patient=False)
+        there = self._others if mine.numel() else []
+        return Scattered(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
+        near = self._near(flat.device)
+        if near is None or (self.size > 2 and flat.nbytes > _PIECE):
+            return super(ProcessComm, self)._all_reduce(flat, op) if near is not None else super()._all_reduce(flat, op)
+        out = torch.empty_like(flat)
+        self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
+        return out
+
+    def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
+        near = self._near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
+        if near is None:
+            return super()._all_reduce_async(flat, op)
+        number, mine = self._next(), flat.detach().view(-1)
+        self._leave(near, number, [(as_bytes(mine), self._others)], patient=False)
+        return _Ahead(self, near, number, [(i, mine.nbytes) for i in self._others], self._folding(mine, op, mine))
+
+    def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[Part]], None]:
+        def read(found: Sequence[Part]) -> None:
+            if not found:
+                return
+            parts = [part.data.view(mine.dtype) for part in found]
+            parts.insert(self.index, mine)
+            _combine_into(parts, op, out)
+
+        return read
+
+
+class _Ahead:
+    """A collective whose parts are on their way; ``read`` takes them where they are waited for."""
+
+    def __init__(self, comm: SharedComm, near: Neighbours, number: int, there: Sequence[tuple[int, int]], read: Callable[[Sequence[Part]], None]) -> None:
+        self._comm, self._near, self._number, self._there, self._read = comm, near, number, list(there), read
+
+    def wait(self) -> None:
+        found = []
+        while self._there:
+            found.append(self._comm._find(self._near, self._number, *self._there[0]))
+            del self._there[0]
+        if found:
+            self._read(found)
+        for part in found:
+            part.done()
+
+    def __del__(self) -> None:
+        for i, _ in self._there:
+            self._near.forget(self._comm.ranks[i], self._comm._topic, self._number)
+
+
+def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
+    """``out``: the parts combined; it may be one of them."""
+    total = combine(parts, op, out=None if any(out is part for part in parts[2:]) else out)  # it would be written before it is read
+    if total is not out:
+        out.copy_(total)
+
+
+def neighbours(world: ProcessWorld) -> Neighbours | None:
+    """This rank among those of its host; None where it shares no memory."""
+    if world.neighbours is None and host():
+        world.neighbours = Neighbours(world.rank)
+    return world.neighbours
