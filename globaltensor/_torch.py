@@ -198,12 +198,12 @@ def storage_key(t: torch.Tensor) -> int:
 
 def set_timeout(group: torch.distributed.ProcessGroup | None, timeout: timedelta) -> None:
     """Change how long the collectives of a group wait: before 2.14 torch has no public way to do so once the group is made."""
-    c10d: Any = torch.distributed.distributed_c10d
-    public = getattr(torch.distributed, "set_timeout", None)
-    if public is not None:
-        public(timeout, group)
-    else:
-        c10d._set_pg_timeout(timeout, group)
+    (getattr(torch.distributed, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout)(timeout, group)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a gloo group wait: torch has no public way to ask."""
+    return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[no-any-return]
 
 
 def wrap_module_identity(around: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import globaltensor
+from globaltensor.distributed.neighbours import VARIABLE, host
 
 RANKS = 4
 DTYPES = [
@@ -23,10 +24,11 @@ DTYPES = [
 ]
 
 
-def test_processes(tmp_path: pathlib.Path) -> None:
-    """All processes run `work`, below; the first to fail ends the others."""
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_processes(shared: str, tmp_path: pathlib.Path) -> None:
+    """All processes run `work`, below; the first to fail ends the others. Through memory that they share, and by gloo alone."""
     root = str(pathlib.Path(globaltensor.__file__).parents[1]) if globaltensor.__file__ else os.getcwd()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    env = {**os.environ, VARIABLE: shared, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     logs = [tmp_path / f"rank{r}.txt" for r in range(RANKS)]
     ranks = []
     for r, log in enumerate(logs):
@@ -212,6 +214,8 @@ def groups() -> None:
 def work(rank: int, meeting: str) -> None:
     import torch.distributed as dist
 
+    from globaltensor.distributed.world import ProcessWorld, world
+
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -220,6 +224,9 @@ def work(rank: int, meeting: str) -> None:
         if rank < 2 or part in (groups, under_way):
             part()
         print(f"{part.__name__} {time.perf_counter() - start:.2f} s", flush=True)
+    here = world()
+    assert isinstance(here, ProcessWorld)
+    assert (here.neighbours is not None) == bool(host())
     dist.barrier()
     dist.destroy_process_group()
 

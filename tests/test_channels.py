@@ -14,12 +14,31 @@ from support.pool import run_on
 from globaltensor._torch import memory_users
 from globaltensor.distributed.comm import Message
 from globaltensor.distributed.messages import NativeChannel
+from globaltensor.distributed.neighbours import host
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import ProcessWorld, world
 from globaltensor.errors import WorldError
 
 CPU = torch.device("cpu")
-EVERYWHERE = pytest.mark.parametrize("run", [simulate, run_on, pytest.param(run_by_mpi, marks=needs_mpi)])
+
+
+def run_connected(ranks: int, program: Callable[[], Any]) -> list[Any]:
+    """On processes that have found out that they share memory."""
+    return run_on(ranks, connected, program)
+
+
+def connected(program: Callable[[], Any]) -> Any:
+    here = world()
+    for channel in [here.channel(source, target, CPU) for source, target in ((0, 1), (1, 0))]:
+        channel.connect()
+        assert not host() or channel._near is not None
+    try:
+        return program()
+    finally:
+        here._channels.clear()
+
+
+EVERYWHERE = pytest.mark.parametrize("run", [simulate, run_on, run_connected, pytest.param(run_by_mpi, marks=needs_mpi)])
 
 
 def soon(message: Message) -> bool:

@@ -498,9 +498,11 @@ def test_a_stage_that_fails_ends_all() -> None:
         simulate(3, run, timeout=10.0)
 
 
-def lost(c: Case) -> None:
+def lost(c: Case, connected: bool) -> None:
     pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros))
     if world().rank == 1:
+        if connected:
+            pipeline._transfer.begin()
         os._exit(0)
     pipeline.run(inputs)
 
@@ -510,7 +512,9 @@ def test_a_lost_process_is_named(fresh_pool: Callable[[int], Pool]) -> None:
     waited = "waited for the gradient of output 0 of micro-batch 0 from stage 1 on rank 1"
     sent = "could not give the output 0 of micro-batch [01] to stage 1 on rank 1"
     with pytest.raises(RanksFailed, match=f"rank 0: stage 0 ({waited}|{sent}): "):
-        fresh_pool(2).run(lost, case([0], [1], name="1f1b"))
+        fresh_pool(2).run(lost, case([0], [1], name="1f1b"), True)
+    with pytest.raises(RanksFailed, match="rank 0: cannot connect with rank 1, which has a stage beside one of its own: rank 0: "):
+        fresh_pool(2).run(lost, case([0], [1], name="1f1b"), False)
 
 
 A, B = Placement("cpu", [0]), Placement("cpu", [1])

@@ -7,11 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
-from .comm import Channel
+from .comm import Channel, Done, Message
+from .neighbours import Gone, Neighbours
 from .process import Background
+from .shared import SharedComm, topic
 from .world import ProcessWorld
 
-__all__ = ["MessageChannel", "NativeChannel"]
+__all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 
 _TAG = 7003  # keeps these messages apart from those of collectives, and of the user's own send and recv
 
@@ -84,7 +86,7 @@ class MessageChannel(Channel):
             raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
         return found
 
-    def _send(self, data: Tensor) -> _Message | _Watched:
+    def _send(self, data: Tensor) -> Message:
         there = data if self._mpi else data.cpu()
         try:
             message = _Message(self, self._carrier.send([there], self.target, _TAG), there)
@@ -96,7 +98,7 @@ class MessageChannel(Channel):
             self._thread = Background()
         return _Watched(message, self._thread)
 
-    def _receive(self, data: Tensor) -> _Message | _Landing:
+    def _receive(self, data: Tensor) -> Message:
         straight = self._mpi or data.device.type == "cpu"
         there = data if straight else torch.empty(data.shape, dtype=data.dtype)
         try:
@@ -109,6 +111,68 @@ class MessageChannel(Channel):
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+
+
+class SharedChannel(MessageChannel):
+    """Through memory that the two ranks share, where they are on one host: they find that out when they connect."""
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target, device)
+        self._near: Neighbours | None = None
+        self._topic, self._number = topic(("channel", source, target, device.type)), 0
+
+    def connect(self) -> None:
+        both = self.world.comm((min(self.source, self.target), max(self.source, self.target)))
+        if isinstance(both, SharedComm):
+            self._near = both.near(torch.device("cpu"))
+
+    def _send(self, data: Tensor) -> Message:
+        if self._near is None:
+            return super()._send(data)
+        self._number += 1
+        try:
+            self._near.leave(self._topic, self._number, [(data, (self.target,))])
+        except Gone as error:
+            raise _broken(self, error) from error
+        return _Left()
+
+    def _receive(self, data: Tensor) -> Message:
+        if self._near is None:
+            return super()._receive(data)
+        self._number += 1
+        return _Awaited(self, self._near, self._topic, self._number, data)
+
+
+class _Left(Done):
+    """A message that lies where its receiver reads it."""
+
+    def over(self) -> bool:
+        return True
+
+
+class _Awaited:
+    """A message that its sender leaves."""
+
+    def __init__(self, channel: Channel, near: Neighbours, topic: int, number: int, data: Tensor) -> None:
+        self._channel, self._near, self._name, self._data = channel, near, (channel.source, topic, number), data
+        self._waits = True
+
+    def over(self) -> bool:
+        return not self._waits or self._near.there(*self._name)
+
+    def wait(self) -> None:
+        if self._waits:
+            self._waits = False
+            try:
+                part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
+            except Gone as error:
+                raise _broken(self._channel, error) from error
+            self._data.copy_(part.data)
+            part.done()
+
+    def __del__(self) -> None:
+        if self._waits:
+            self._near.forget(*self._name)
 
 
 class NativeChannel(Channel):

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -53,12 +53,25 @@ def host() -> str:
         return ""
 
 
+#: Taking a lock keeps what is read and written before it from being seen after what comes next, also by processors that else order things as they like.
+_BARRIER: Final = threading.Lock()
+
+
 class _File:
     """A memory file, mapped."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = mmap.mmap(descriptor, size)
-        self.memory = torch.frombuffer(self.bytes, dtype=torch.uint8)
+
+    def part(self, start: int, nbytes: int) -> Tensor:
+        """So many of its bytes, at least one."""
+        return torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
+
+    def read(self, mark: int) -> None:
+        """Say that the part with this mark has been read."""
+        with _BARRIER:
+            pass
+        self.bytes[mark] = 1
 
 
 class _Block(NamedTuple):
@@ -90,7 +103,7 @@ class _Arena:
         self._last: _File | None = None
         self._used = 0
         self._lent: dict[int, deque[_Block]] = {}
-        self._bytes = 0
+        self.bytes = 0  # of all blocks
 
     def take(self, nbytes: int) -> _Block:
         """A block for so many bytes that nobody uses."""
@@ -113,11 +126,12 @@ class _Arena:
             self.files.append((descriptor, room))
         block = _Block(len(self.files) - 1, self._last, self._used, size)
         self._used += size
+        self.bytes += size
         return block
 
     def unread(self) -> int:
         """Bytes of blocks that somebody has still to read."""
-        return sum(block.size for lent in self._lent.values() for block in lent if not block.idle)
+        return sum(block.size for lent in list(self._lent.values()) for block in lent if not block.idle)
 
     def close(self) -> None:
         for descriptor, _ in self.files:
@@ -128,15 +142,13 @@ class _Arena:
 class Part:
     """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``."""
 
-    def __init__(self, file: _File, mark: int, start: int, nbytes: int, barrier: threading.Lock) -> None:
-        self.data = file.memory[start : start + nbytes]
-        self._bytes, self._mark, self._barrier = file.bytes, mark, barrier
+    def __init__(self, file: _File, mark: int, start: int, nbytes: int) -> None:
+        self.data = file.part(start, nbytes)
+        self._file, self._mark = file, mark
 
     def done(self) -> None:
         """It has been read: its memory may be written again."""
-        with self._barrier:  # what was read stays before the mark, on processors too that order things as they like
-            pass
-        self._bytes[self._mark] = 1
+        self._file.read(self._mark)
 
 
 class _Peer:
@@ -165,32 +177,32 @@ class Neighbours:
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
         self._here: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._unwanted: set[tuple[int, int, int]] = set()
-        self._lock, self._barrier = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0globaltensor-{self.name}")
         self._listener.listen(256)
         self._ready = select.epoll()
         _ALL.add(self)
 
-    def connect(self, names: Mapping[int, str], seconds: float) -> None:
+    def connect(self, names: Mapping[int, str], seconds: Callable[[], float]) -> None:
         """Connect with the ranks of these names, who do the same: the higher rank calls, the lower one answers. Raises Gone where one does not come."""
         with self._lock:
             for rank, name in names.items():
                 if rank < self.rank and rank not in self._peers:
                     peer = self._peers[rank] = _Peer()
                     for purpose in (_NOTES, _FILES):
-                        self._keep(peer, purpose, self._call(name, purpose, rank), rank)
-            end = time.monotonic() + seconds
+                        self._keep(peer, purpose, self._call(name, purpose, rank))
+            end = time.monotonic() + seconds()
             while missing := [rank for rank in names if rank > self.rank and not self._connected(rank)]:
                 self._listener.settimeout(max(0.001, end - time.monotonic()))
                 try:
                     self._answer()
                 except TimeoutError:
-                    raise Gone(f"rank {missing[0]}, of the same host, did not connect within {seconds:.0f} s") from None
+                    raise Gone(f"rank {missing[0]}, of the same host, did not connect within {seconds():.0f} s") from None
 
     def _connected(self, rank: int) -> bool:
         peer = self._peers.get(rank)
-        return peer is not None and (peer.left or (peer.notes is not None and peer.descriptors is not None))
+        return peer is not None and None not in (peer.notes, peer.descriptors)
 
     def _call(self, name: str, purpose: int, rank: int) -> socket.socket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -214,9 +226,9 @@ class Neighbours:
             end.close()  # someone else's
             return
         rank, purpose = _HELLO.unpack(hello)
-        self._keep(self._peers.setdefault(rank, _Peer()), purpose, end, rank)
+        self._keep(self._peers.setdefault(rank, _Peer()), purpose, end)
 
-    def _keep(self, peer: _Peer, purpose: int, end: socket.socket, rank: int) -> None:
+    def _keep(self, peer: _Peer, purpose: int, end: socket.socket) -> None:
         if purpose == _FILES:
             end.settimeout(None)
             peer.descriptors = end
@@ -227,24 +239,23 @@ class Neighbours:
 
     # Leaving
 
-    def leave(self, topic: int, number: int, parts: Iterable[tuple[Tensor, Iterable[int]]], patient: bool = True) -> None:
-        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not."""
-        parts = [(data, tuple(ranks)) for data, ranks in parts]
+    def leave(self, topic: int, number: int, parts: Sequence[tuple[Tensor, Sequence[int]]], patient: bool = False) -> None:
+        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not. Raises Gone."""
         total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
         with self._lock:
-            if patient and total > _LEAST and self._arena.unread() > _UNREAD:
+            if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
                 self._let_read()
             block = self._arena.take(total)
             block.lend(sum(len(ranks) for _, ranks in parts))
             at, mark, told = block.start + _HEAD, block.start, []
             for data, ranks in parts:
                 n = data.numel()
-                block.file.memory[at : at + n].copy_(data)
+                block.file.part(at, n).copy_(data)
                 for rank in ranks:
                     told.append((rank, _NOTE.pack(topic, number, block.number, mark, at, n)))
                     mark += 1
                 at += -(-n // _HEAD) * _HEAD
-            with self._barrier:
+            with _BARRIER:
                 pass
             for rank, note in told:
                 self._tell(rank, note)
@@ -277,8 +288,16 @@ class Neighbours:
 
     # Reading
 
-    def find(self, rank: int, topic: int, number: int, nbytes: int, seconds: float) -> Part:
-        """What ``rank`` leaves; waits until it is there. Raises Gone where it has other bytes than these, or does not come within so many seconds."""
+    def there(self, rank: int, topic: int, number: int) -> bool:
+        """Whether that has come, or cannot come any more; without waiting."""
+        wanted, peer = (rank, topic, number), self._peers[rank]
+        if wanted not in self._here and not peer.left:
+            with self._lock:
+                self._hear(rank, peer)
+        return wanted in self._here or peer.left
+
+    def find(self, rank: int, topic: int, number: int, nbytes: int, seconds: Callable[[], float]) -> Part:
+        """What ``rank`` leaves; waits until it is there. Raises Gone where it is of another size, or does not come within so many seconds."""
         wanted = rank, topic, number
         found = self._here.pop(wanted, None)
         if found is None:
@@ -286,7 +305,7 @@ class Neighbours:
         file, mark, start, size = found
         if size != nbytes:
             raise Gone(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
-        return Part(self._file(rank, file), mark, start, size, self._barrier)
+        return Part(self._file(rank, file), mark, start, size)
 
     def forget(self, rank: int, topic: int, number: int) -> None:
         """Nobody will read that."""
@@ -296,31 +315,31 @@ class Neighbours:
             if found is None:
                 self._unwanted.add(wanted)
             elif not self._peers[rank].left:
-                Part(self._file(rank, found[0]), found[1], 0, 0, self._barrier).done()
+                self._file(rank, found[0]).read(found[1])
 
-    def _await(self, wanted: tuple[int, int, int], seconds: float) -> tuple[int, int, int, int]:
+    def _await(self, wanted: tuple[int, int, int], seconds: Callable[[], float]) -> tuple[int, int, int, int]:
         rank = wanted[0]
-        peer, end = self._peers[rank], 0.0
-        for look in range(1 << 62):
+        peer, looks, end = self._peers[rank], 0, 0.0
+        while True:
             with self._lock:
-                if look <= _LOOKS:
+                if looks < _LOOKS:
                     self._hear(rank, peer)
                 else:
-                    self._hear_all()
+                    self._hear_all()  # one whose notes are not read cannot go on, and this rank may be waiting for what comes of that
                 found = self._here.pop(wanted, None)
             if found is not None:
                 return found
             if peer.left:
                 raise Gone(f"rank {rank} has gone")
-            if look < _LOOKS:
+            looks += 1
+            if looks <= _LOOKS:
                 os.sched_yield()
                 continue
             now = time.monotonic()
-            end = end or now + seconds
+            end = end or now + seconds()
             if now > end:
-                raise Gone(f"nothing has come from rank {rank} for {seconds:.0f} s")
+                raise Gone(f"nothing has come from rank {rank} for {seconds():.0f} s: timed out")
             self._ready.poll(min(_SLICE, end - now + 0.001))
-        raise AssertionError
 
     def _hear_all(self) -> None:
         for rank, peer in list(self._peers.items()):
@@ -345,7 +364,7 @@ class Neighbours:
             name = rank, topic, number
             if name in self._unwanted:
                 self._unwanted.discard(name)
-                Part(self._file(rank, file), mark, 0, 0, self._barrier).done()
+                self._file(rank, file).read(mark)
             else:
                 self._here[name] = file, mark, start, size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from .comm import Handle, Scattered, as_bytes, combine
 from .neighbours import Gone, Neighbours, Part, host
-from .process import ProcessComm
-from .world import ProcessWorld, timeout
+from .process import MessageComm, ProcessComm
+from .world import ProcessWorld
 
-__all__ = ["SharedComm"]
+__all__ = ["SharedComm", "topic"]
 
 _MANY: Final = 16  # ranks; each reads what every other has left
 _PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
 _AHEAD: Final = 1 << 27  # bytes of a collective under way, all of which lie there until it is waited for
+_READ: Final = 1 << 23  # bytes of others up to which each rank adds up all of an all-reduce
 _PLACE: Final = 512  # bytes in which a rank says where it is
 
 #: Flat bytes, and the indexes of those who get them.
@@ -35,15 +36,13 @@ class SharedComm(ProcessComm):
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
         self._others = [i for i in range(self.size) if i != self.index]
-        self._topic = int.from_bytes(hashlib.blake2b(repr(ranks).encode(), digest_size=8).digest(), "little")
-        self._number, self._seconds = 0, timeout().total_seconds()
-        self._asked, self._found = False, None
+        self._topic = topic(ranks)
+        self._number, self._asked = 0, False
+        self._found: Neighbours | None = None
 
-    _found: Neighbours | None
-
-    def _near(self, device: torch.device) -> Neighbours | None:
+    def near(self, device: torch.device) -> Neighbours | None:
         """Those of this host, where all are of it and they can carry this."""
-        if device.type != "cpu" or self._mpi or self.size > _MANY:
+        if device.type != "cpu" or self._native(device) or self.size > _MANY:
             return None
         if not self._asked:
             self._found, self._asked = self._meet(), True
@@ -53,19 +52,19 @@ class SharedComm(ProcessComm):
         mine = neighbours(self.world)
         told = pickle.dumps((host(), mine.name if mine else ""))
         there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
-        places = ProcessComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
+        places = MessageComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
         found = [pickle.loads(place.numpy().tobytes()) for place in places]
         if mine is None or {where for where, _ in found} != {host()}:
             return None
         try:
-            mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self._seconds)
+            mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self.world.patience)
         except Gone as error:
             raise self.broken("the first collective", error) from error
         return mine
 
     # What everything is made of
 
-    def _leave(self, near: Neighbours, number: int, parts: Iterable[_Left], patient: bool = True) -> None:
+    def _leave(self, near: Neighbours, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
         try:
             near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient)
         except Gone as error:
@@ -73,7 +72,7 @@ class SharedComm(ProcessComm):
 
     def _find(self, near: Neighbours, number: int, i: int, nbytes: int) -> Part:
         try:
-            return near.find(self.ranks[i], self._topic, number, nbytes, self._seconds)
+            return near.find(self.ranks[i], self._topic, number, nbytes, self.world.patience)
         except Gone as error:
             raise self.broken("a collective", error) from error
 
@@ -87,7 +86,7 @@ class SharedComm(ProcessComm):
         longest = max([0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())])
         for k, at in enumerate(range(0, longest, _PIECE)):
             if parts := [(data[at : at + _PIECE], to) for data, to in sends if data.numel() > at]:
-                self._leave(near, number + k, parts)
+                self._leave(near, number + k, parts, patient=True)
             for i, out in recvs.items():
                 if out.numel() > at:
                     piece = out[at : at + _PIECE]
@@ -106,7 +105,7 @@ class SharedComm(ProcessComm):
             else:
                 parts = [(as_bytes(flat[at : at + step]), (i,)) for i, flat in sends.items() if flat.numel() > at]
             if parts:
-                self._leave(near, number + k, parts)
+                self._leave(near, number + k, parts, patient=True)
             if mine.numel() > at:
                 self._add(near, number + k, mine[at : at + step], op, out[at : at + step])
 
@@ -120,18 +119,18 @@ class SharedComm(ProcessComm):
     # Collectives
 
     def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
-        near = self._near(device)
+        near = self.near(device)
         if near is None:
             return super()._swap(sends, recvs, device)
         return self._move(near, [(data, (i,)) for i, data in sends.items()], recvs)
 
     def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
-        near = self._near(device)
+        near = self.near(device)
         if near is None:
             return super()._swap_async(sends, recvs, device)
         number = self._next()
         if sends:
-            self._leave(near, number, [(data, (i,)) for i, data in sends.items()], patient=False)
+            self._leave(near, number, [(data, (i,)) for i, data in sends.items()])
 
         def read(parts: Sequence[Part]) -> None:
             for out, part in zip(recvs.values(), parts, strict=True):
@@ -140,11 +139,12 @@ class SharedComm(ProcessComm):
         return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
 
     def _to_all(self, near: Neighbours, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()})
+        into = {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()}
+        self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into)
 
     def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
         own = sends[self.index]
-        near = self._near(own.device)
+        near = self.near(own.device)
         if near is None:
             return super()._all_to_all_parts(sends, numels, longest)
         parts = [own if i == self.index else own.new_empty(n) for i, n in enumerate(numels)]
@@ -152,7 +152,7 @@ class SharedComm(ProcessComm):
         return parts
 
     def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
-        near = self._near(out.device)
+        near = self.near(out.device)
         if near is None:
             return super()._all_to_all(sends, numels, out, longest)
         slots = out.split_with_sizes(list(numels))
@@ -161,7 +161,7 @@ class SharedComm(ProcessComm):
         return None
 
     def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        near = self._near(flat.device)
+        near = self.near(flat.device)
         if near is None:
             return super()._all_gather_parts(flat, numels)
         parts = [flat if i == self.index else flat.new_empty(n) for i, n in enumerate(numels)]
@@ -169,7 +169,7 @@ class SharedComm(ProcessComm):
         return parts
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
-        near = self._near(out.device)
+        near = self.near(out.device)
         if near is None:
             return super()._all_gather(flat, numels, out)
         slots = out.split_with_sizes(list(numels))
@@ -182,12 +182,12 @@ class SharedComm(ProcessComm):
         self._move(near, [(as_bytes(flat), self._others)] if flat.numel() else [], {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()})
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
-        near = self._near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
+        near = self.near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
         if near is None:
             return super()._all_gather_async(flat, numels, out)
         number, slots = self._next(), out.split_with_sizes(list(numels))
         if flat.numel():
-            self._leave(near, number, [(as_bytes(flat), self._others)], patient=False)
+            self._leave(near, number, [(as_bytes(flat), self._others)])
         slots[self.index].copy_(flat)
         there = [i for i in self._others if numels[i]]
 
@@ -198,7 +198,7 @@ class SharedComm(ProcessComm):
         return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in there], read)
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
-        near = self._near(flat.device)
+        near = self.near(flat.device)
         if near is None:
             super()._broadcast(flat, src)
         elif self.index == src:
@@ -208,7 +208,7 @@ class SharedComm(ProcessComm):
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         mine = sends[self.index]
-        near = self._near(mine.device)
+        near = self.near(mine.device)
         if near is None:
             return super()._reduce_scatter(sends, op)
         out = torch.empty_like(mine)
@@ -217,29 +217,31 @@ class SharedComm(ProcessComm):
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
         mine = sends[self.index]
-        near = self._near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+        near = self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
         if near is None:
             return super()._reduce_scatter_async(sends, op)
         number, out = self._next(), torch.empty_like(mine)
         if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
-            self._leave(near, number, parts, patient=False)
+            self._leave(near, number, parts)
         there = self._others if mine.numel() else []
         return Scattered(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
-        near = self._near(flat.device)
-        if near is None or (self.size > 2 and flat.nbytes > _PIECE):
-            return super(ProcessComm, self)._all_reduce(flat, op) if near is not None else super()._all_reduce(flat, op)
+        near = self.near(flat.device)
+        if near is None:
+            return super()._all_reduce(flat, op)
+        if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
+            return super(ProcessComm, self)._all_reduce(flat, op)  # of a reduce-scatter and an all-gather
         out = torch.empty_like(flat)
         self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        near = self._near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
+        near = self.near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
         if near is None:
             return super()._all_reduce_async(flat, op)
         number, mine = self._next(), flat.detach().view(-1)
-        self._leave(near, number, [(as_bytes(mine), self._others)], patient=False)
+        self._leave(near, number, [(as_bytes(mine), self._others)])
         return _Ahead(self, near, number, [(i, mine.nbytes) for i in self._others], self._folding(mine, op, mine))
 
     def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[Part]], None]:
@@ -279,6 +281,11 @@ def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
     total = combine(parts, op, out=None if any(out is part for part in parts[2:]) else out)  # it would be written before it is read
     if total is not out:
         out.copy_(total)
+
+
+def topic(of: object) -> int:
+    """A number for what both sides can write down alike."""
+    return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
 
 
 def neighbours(world: ProcessWorld) -> Neighbours | None:

@@ -145,16 +145,20 @@ class ProcessWorld(World):
     def shares(self) -> bool:
         return "nccl" not in self.backends.values()  # which wants a device for each of its ranks
 
+    def patience(self) -> float:
+        """Seconds that a rank waits for others."""
+        return timeout().total_seconds() if self.carrier is None else _torch.timeout_of(self.carrier).total_seconds()
+
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
         from .shared import SharedComm
 
         return SharedComm(self, ranks)
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:
-        from .messages import MessageChannel, NativeChannel
+        from .messages import NativeChannel, SharedChannel
 
         native = self.backends.get(device.type, "mpi") != "mpi"
-        return (NativeChannel if native else MessageChannel)(self, source, target, device)
+        return (NativeChannel if native else SharedChannel)(self, source, target, device)
 
     def pair(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
         """A torch group for messages from one rank to another alone, on the device's own backend."""

@@ -174,7 +174,10 @@ class Transfer:
         # Opening a channel may wait for its other side: all ranks go by one order.
         for source, target, wire in sorted(ways):
             channel = self._here.channel(source, target, self._here.device(wire))
-            channel.connect()
+            try:
+                channel.connect()
+            except WorldError as error:
+                raise WorldError(f"rank {me}: cannot connect with rank {source + target - me}, which has a stage beside one of its own: {error}") from error
             if target == me:
                 self._intakes[source, wire].channel = channel
 
