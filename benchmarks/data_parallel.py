@@ -1,7 +1,8 @@
 """A data-parallel training step of the example's GPT: torch DDP and ours, and the same step with no communication at all as the limit.
 
 Ours as the example trains: the number of targets that the mean divides by travels with the gradients; "apart": in a message of its own. (DDP divides by
-each rank's own number, and sends none.)
+each rank's own number, and sends none.) Both start from gloo; on one host ours goes through shared memory (docs/boxing.md), and with
+GLOBALTENSOR_SHARED_MEMORY=0 by gloo alone.
 """
 
 from __future__ import annotations

@@ -100,10 +100,9 @@ class _Arena:
 
     def __init__(self) -> None:
         self.files: list[tuple[int, int]] = []  # descriptor and size of each
-        self._last: _File | None = None
-        self._used = 0
         self._lent: dict[int, deque[_Block]] = {}
         self.bytes = 0  # of all blocks
+        self._open(_FILE)
 
     def take(self, nbytes: int) -> _Block:
         """A block for so many bytes that nobody uses."""
@@ -118,16 +117,18 @@ class _Arena:
         return block
 
     def _more(self, size: int) -> _Block:
-        if self._last is None or self._used + size > self.files[-1][1]:
-            room = max(_FILE, size)
-            descriptor = os.memfd_create("globaltensor")
-            os.ftruncate(descriptor, room)
-            self._last, self._used = _File(descriptor, room), 0
-            self.files.append((descriptor, room))
+        if self._used + size > self.files[-1][1]:
+            self._open(max(_FILE, size))
         block = _Block(len(self.files) - 1, self._last, self._used, size)
         self._used += size
         self.bytes += size
         return block
+
+    def _open(self, size: int) -> None:
+        descriptor = os.memfd_create("globaltensor")
+        os.ftruncate(descriptor, size)
+        self._last, self._used = _File(descriptor, size), 0
+        self.files.append((descriptor, size))
 
     def unread(self) -> int:
         """Bytes of blocks that somebody has still to read."""
@@ -136,7 +137,7 @@ class _Arena:
     def close(self) -> None:
         for descriptor, _ in self.files:
             os.close(descriptor)
-        self.files, self._last, self._lent = [], None, {}
+        self.files, self._lent = [], {}
 
 
 class Part:
@@ -170,7 +171,8 @@ class _Peer:
 
 
 class Neighbours:
-    """This rank among those of its host: what they leave for one another, by topic and number, which both sides know."""
+    """This rank among those of its host: what they leave for one another, by topic and number, which both sides know. Raises OSError where the system does not
+    let it have what it takes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)

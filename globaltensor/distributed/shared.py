@@ -5,6 +5,7 @@ Long tensors go in pieces, so that a piece is read while it is still in the cach
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ class SharedComm(ProcessComm):
 
     def _meet(self) -> Neighbours | None:
         mine = neighbours(self.world)
-        told = pickle.dumps((host(), mine.name if mine else ""))
+        told = pickle.dumps((host(), mine.name) if mine else ("", ""))
         there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
         places = MessageComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
         found = [pickle.loads(place.numpy().tobytes()) for place in places]
@@ -291,5 +292,6 @@ def topic(of: object) -> int:
 def neighbours(world: ProcessWorld) -> Neighbours | None:
     """This rank among those of its host; None where it shares no memory."""
     if world.neighbours is None and host():
-        world.neighbours = Neighbours(world.rank)
+        with contextlib.suppress(OSError):
+            world.neighbours = Neighbours(world.rank)
     return world.neighbours
