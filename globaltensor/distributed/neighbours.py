@@ -99,7 +99,7 @@ class _Arena:
     """The memory that this rank writes, in blocks that serve again once everyone has read them."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[int, int]] = []  # descriptor and size of each
+        self.files: list[tuple[int, int, _File]] = []  # descriptor and size of each
         self._lent: dict[int, deque[_Block]] = {}
         self.bytes = 0  # of all blocks
         self._open(_FILE)
@@ -119,7 +119,7 @@ class _Arena:
     def _more(self, size: int) -> _Block:
         if self._used + size > self.files[-1][1]:
             self._open(max(_FILE, size))
-        block = _Block(len(self.files) - 1, self._last, self._used, size)
+        block = _Block(len(self.files) - 1, self.files[-1][2], self._used, size)
         self._used += size
         self.bytes += size
         return block
@@ -127,15 +127,15 @@ class _Arena:
     def _open(self, size: int) -> None:
         descriptor = os.memfd_create("globaltensor")
         os.ftruncate(descriptor, size)
-        self._last, self._used = _File(descriptor, size), 0
-        self.files.append((descriptor, size))
+        self.files.append((descriptor, size, _File(descriptor, size)))
+        self._used = 0
 
     def unread(self) -> int:
         """Bytes of blocks that somebody has still to read."""
         return sum(block.size for lent in list(self._lent.values()) for block in lent if not block.idle)
 
     def close(self) -> None:
-        for descriptor, _ in self.files:
+        for descriptor, _, _ in self.files:
             os.close(descriptor)
         self.files, self._lent = [], {}
 
@@ -268,7 +268,7 @@ class Neighbours:
             raise Gone(f"rank {rank} has gone")
         try:
             while peer.told < len(self._arena.files):
-                descriptor, size = self._arena.files[peer.told]
+                descriptor, size, _ = self._arena.files[peer.told]
                 socket.send_fds(peer.descriptors, [size.to_bytes(8, "little")], [descriptor])
                 peer.told += 1
             while note:
