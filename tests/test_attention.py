@@ -219,7 +219,8 @@ def test_heads_in_turns(grid: tuple[int, ...], balanced: int, monkeypatch: pytes
         for lead in ((2, 4), (3, 1), (1, 3), (1, 1)):
             for causal in (False, True):
                 _, traffic = checked(qkv(lead, rows=13, keys=13), same, "ring", grid, is_causal=causal)
-        checked([x(2, 6, 13, 4), *[x(2, 2, 13, 4, seed=s) for s in (1, 2)]], same, "ring", grid, is_causal=True, enable_gqa=True)
+        for heads in (1, 2, 6):  # of keys: those that heads of queries have in common go round for each part of these
+            checked([x(2, 6, 13, 4), *[x(2, heads, 13, 4, seed=s) for s in (1, 2)]], same, "ring", grid, is_causal=True, enable_gqa=True)
         for mask in (x(7, 9), x(4, 7, 9), x(2, 1, 7, 9), x(2, 4, 1, 9) > 0, x(2, 4, 7, 1)):
             checked([*qkv(), mask], [*same, [B] * len(grid)], "ring", grid)
         checked(qkv(), [[S(2)] * len(grid), [B] * len(grid), [B] * len(grid)], "ring", grid)
@@ -517,11 +518,11 @@ def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
     return held.most / unit
 
 
-@pytest.mark.parametrize(("heads", "most"), [((8, 8), 6.5), ((8, 1), 7.75)], ids=["as many", "one of keys"])
+@pytest.mark.parametrize(("heads", "most"), [((8, 8), 6.5), ((8, 4), 6.0), ((8, 1), 5.5)], ids=["as many", "half of keys", "one of keys"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal: bool) -> None:
     """Beside the result and the gradients (4 units, 2.25 with one head of keys) a ring holds few heads of some blocks, and of keys that heads have in common
-    no copy for each; under a causal mask, of one head of keys, also all that was dealt (4 units)."""
+    no copy for each; of what a causal mask has dealt (4 units) few heads too."""
     assert max(run_on(4, held_by_a_ring, 4, heads, causal)) <= most
 
 

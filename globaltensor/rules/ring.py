@@ -275,13 +275,27 @@ def _kind(t: Tensor) -> torch.dtype:
 
 
 def _shares(q: Tensor, k: Tensor, v: Tensor, way: Way) -> list[Callable[[Tensor], Tensor]]:
-    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part."""
-    large = max(n for _, (_, n) in way.holders) * (_row_bytes(k) + _row_bytes(v)) // _BLOCK if len(way.ring) > 1 else 0
-    dims = [d for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1) if q.shape[d] == k.shape[d] == v.shape[d] > 1]
-    if large < 2 or not dims:
+    """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part.
+
+    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that have their keys in common may be parted too: the keys then go
+    round once for each part, which is of no fewer bytes than they are.
+    """
+    if len(way.ring) == 1:
+        return [lambda t: t]
+    keys = max(n for _, (_, n) in way.holders) * (_row_bytes(k) + _row_bytes(v))
+    rows = max(n for _, n in way.rows) * _row_bytes(q) if way.dealt else 0
+    dims = [d for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1) if q.shape[d] > 1 and k.shape[d] == v.shape[d]]
+    parts = _parts(q, [d for d in dims if k.shape[d] == q.shape[d]], max(keys, rows) // _BLOCK)
+    again = _parts(q, [d for d in dims if k.shape[d] == 1], rows // max(keys, len(parts) * _BLOCK))
+    return [lambda t, some=some, more=more: more(some(t)) for some in parts for more in again]  # type: ignore[misc]
+
+
+def _parts(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], Tensor]]:
+    """The longest of these dims in as many parts as are wanted, if there are."""
+    if not dims or wanted < 2:
         return [lambda t: t]
     dim = max(dims, key=lambda d: q.shape[d])
-    return [partial(_share, dim, *piece) for piece in pieces(q.shape[dim], min(q.shape[dim], large))]
+    return [partial(_share, dim, *piece) for piece in pieces(q.shape[dim], min(q.shape[dim], wanted))]
 
 
 def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
@@ -336,12 +350,14 @@ def _backward(
     if len(shares) == 1:
         found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
     else:
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        # Keys that several parts have in common get the sum of their gradients.
+        found = [torch.zeros_like(t, dtype=kind, memory_format=torch.contiguous_format) for t, kind in ((q, q.dtype), (k, total.dtype), (v, total.dtype))]
         for of in shares:
             masked = (None, None) if mask is None else (of(mask), None if slopes is None else of(slopes))
             some = _some_backward(of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way)
             for gradient in found:
-                of(gradient).copy_(some.pop(0))
+                of(gradient).add_(some.pop(0))
+        found = [gradient.to(q.dtype) for gradient in found]
     of_mask = None if slopes is None or mask is None else slopes.to(mask.dtype)
     return tuple(g if wanted else None for g, wanted in zip((*found, of_mask), needed, strict=True))
 
