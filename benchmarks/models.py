@@ -24,6 +24,8 @@ import globaltensor as flow
 
 WORDS = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+#: Attributes of transformers' modules that count what a rank has of them.
+HEADS_OF = {"BertSelfAttention": ("num_attention_heads", "all_head_size"), "T5Attention": ("n_heads", "inner_dim"), "WhisperAttention": ("num_heads",)}
 Batch = dict[str, Tensor]
 
 
@@ -44,6 +46,9 @@ class Family:
     def batch(self, n: int, length: int) -> Batch:
         """The same on every rank."""
         draw = torch.Generator().manual_seed(1)
+        if "num_mel_bins" in self.settings:
+            sound = torch.randn(n, self.settings["num_mel_bins"], 2 * self.settings["max_source_positions"], generator=draw)
+            return {"input_features": sound, "labels": torch.randint(3, 256, (n, length), generator=draw)}
         if "image_size" in self.settings:
             side = self.settings["image_size"]
             return {"pixel_values": torch.randn(n, 3, side, side, generator=draw), "labels": torch.randint(self.settings["num_labels"], (n,), generator=draw)}
@@ -54,7 +59,7 @@ class Family:
         model = self.build()
         plan: dict[str, ParallelStyle] = {}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and name.endswith(self.columns):
+            if isinstance(module, (nn.Linear, nn.Embedding)) and name.endswith(self.columns):
                 plan[name] = ColwiseParallel()
             elif isinstance(module, nn.Linear) and name.endswith(self.rows):
                 plan[name] = RowwiseParallel()
@@ -63,25 +68,34 @@ class Family:
             elif not self.tied and name == "lm_head":
                 plan[name] = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-        for module in model.modules():  # transformers reads the number of heads from the weights' widths
-            if hasattr(module, "num_attention_heads") and hasattr(module, "all_head_size"):
-                module.num_attention_heads //= dist.get_world_size()  # type: ignore[operator]
-                module.all_head_size //= dist.get_world_size()  # type: ignore[operator]
+        for module in model.modules():  # attention that reads the number of heads from an attribute, not from its weights
+            for name in HEADS_OF.get(type(module).__name__, ()):
+                setattr(module, name, getattr(module, name) // dist.get_world_size())
         return model
 
 
 def families(hidden: int, layers: int) -> dict[str, Family]:
     wide = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    few = {"num_key_value_heads": 2, **wide, **WORDS}
+    attended, gated = ("q_proj", "k_proj", "v_proj"), (("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"))
     return {
-        "llama": Family("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2, **wide, **WORDS},
-                        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")),
+        "llama": Family("LlamaForCausalLM", "LlamaConfig", few, *gated),
+        "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": hidden // 4, **few}, *gated),
         "gpt2": Family("GPT2LMHeadModel", "GPT2Config",
                        {"n_embd": hidden, "n_layer": layers, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **WORDS}, (), ()),
         "bert": Family("BertForMaskedLM", "BertConfig", {**wide, **STILL, **WORDS},
                        ("query", "key", "value", "intermediate.dense"), ("attention.output.dense", "output.dense"), tied=True),
-        "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8, "num_key_value_heads": 2, **wide, **WORDS}, (), (),
-                          modes=("data", "expert")),
-        "vit": Family("ViTForImageClassification", "ViTConfig", {"image_size": 32, "patch_size": 4, "num_labels": 10, **wide, **STILL}, (), ()),
+        "t5": Family("T5ForConditionalGeneration", "T5Config",
+                     {"d_model": hidden, "d_kv": hidden // 4, "d_ff": 4 * hidden, "num_layers": layers // 2 or 1, "num_heads": 4, "dropout_rate": 0.0,
+                      "decoder_start_token_id": 0, **WORDS}, (".q", ".k", ".v", ".wi", "relative_attention_bias"), (".o", ".wo"), tied=True),
+        "whisper": Family("WhisperForConditionalGeneration", "WhisperConfig",
+                          {"d_model": hidden, "encoder_layers": layers // 2 or 1, "decoder_layers": layers // 2 or 1, "encoder_attention_heads": 4,
+                           "decoder_attention_heads": 4, "encoder_ffn_dim": 4 * hidden, "decoder_ffn_dim": 4 * hidden, "num_mel_bins": 16, "dropout": 0.0,
+                           "max_source_positions": 64, "max_target_positions": 64, "decoder_start_token_id": 1, **WORDS},
+                          (*attended, "fc1"), ("out_proj", "fc2"), tied=True),
+        "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8, **few}, (), (), modes=("data", "expert")),
+        "vit": Family("ViTForImageClassification", "ViTConfig", {"image_size": 32, "patch_size": 4, "num_labels": 10, **wide, **STILL},
+                      (*attended, "fc1"), ("o_proj", "fc2")),
     }  # fmt: skip
 
 
