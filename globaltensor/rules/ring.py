@@ -277,8 +277,8 @@ def _kind(t: Tensor) -> torch.dtype:
 def _shares(q: Tensor, k: Tensor, v: Tensor, way: Way) -> list[Callable[[Tensor], Tensor]]:
     """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part.
 
-    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that have their keys in common may be parted too: the keys then go
-    round once for each part, which is of no fewer bytes than they are.
+    Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that have their keys in common may be parted too: the keys then
+    go round once for each part, which is of no fewer bytes than they are.
     """
     if len(way.ring) == 1:
         return [lambda t: t]
