@@ -1,8 +1,8 @@
 """A training step of the example's GPT in pipeline stages, 8 micro-batches: torch.distributed.pipelining and `nn.Graph`, by each schedule.
 
-Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, and as the simulator foretells it from what each action cost in the
-same run (medians over the rounds of each round's own figures, and of one over the other); the activations that each lane came to hold, and those that the
-schedule promises.
+Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, in milliseconds that a rank is idle and as a share of the step, and as
+the simulator foretells it from what each action cost in the same run (medians over the rounds of each round's own figures, and of one over the other); the
+activations that each lane came to hold, and those that the schedule promises.
 The example ties the embedding to the output layer; torch's stages cannot, so here nobody's do.
 """
 
@@ -198,8 +198,9 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
         for ours, figures in zip(contenders, found, strict=True):
             run = ours.traced()
             model = simulate(ours.pipeline.schedule, run.each)
-            figures.append((run.makespan * 1e3, model.makespan * 1e3, run.bubble * 100, model.bubble * 100, run.bubble / model.bubble, run.period * 1e3))
-    names = ("run ms", "simulated ms", "bubble %", "simulated %", "of simulated", "period ms")
+            idle = run.bubble * run.makespan * 1e3
+            figures.append((run.makespan * 1e3, model.makespan * 1e3, idle, run.bubble * 100, model.bubble * 100, run.bubble / model.bubble, run.period * 1e3))
+    names = ("run ms", "simulated ms", "idle ms", "bubble %", "simulated %", "of simulated", "period ms")
     out = []
     for ours, figures in zip(contenders, found, strict=True):
         middle = [round(statistics.median(column), 2) for column in zip(*figures, strict=True)]

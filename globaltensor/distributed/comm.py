@@ -404,6 +404,10 @@ class Message(Protocol):
     def over(self) -> bool:
         """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises, at once."""
 
+    def arrive(self) -> None:
+        """Block as `wait` does, but only for others: what this rank itself has to do then, such as a copy to where it belongs, is left to `wait`."""
+        self.wait()
+
     def wait(self) -> None:
         """Block until it is through, as long as the world waits at most. Raises WorldError where it cannot get there."""
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
-from .comm import Channel, Done, Message
-from .neighbours import Gone, Neighbours
+from .comm import Channel, Message
+from .neighbours import Gone, Neighbours, Part
 from .process import Background
 from .shared import SharedComm, topic
 from .world import ProcessWorld
@@ -18,7 +18,7 @@ __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 _TAG = 7003  # keeps these messages apart from those of collectives, and of the user's own send and recv
 
 
-class _Message:
+class _Message(Message):
     """A work of torch, and the memory that it needs until it is over."""
 
     def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
@@ -36,7 +36,7 @@ class _Message:
             raise _broken(self._channel, error) from error
 
 
-class _Watched:
+class _Watched(Message):
     """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited for."""
 
     def __init__(self, message: _Message, thread: Background) -> None:
@@ -49,7 +49,7 @@ class _Watched:
         self._job.wait()
 
 
-class _Landing:
+class _Landing(Message):
     """A receive into host memory, of which a device without a backend of its own then gets a copy."""
 
     def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
@@ -57,6 +57,9 @@ class _Landing:
 
     def over(self) -> bool:
         return self._message.over()
+
+    def arrive(self) -> None:
+        self._message.wait()
 
     def wait(self) -> None:
         self._message.wait()
@@ -143,36 +146,47 @@ class SharedChannel(MessageChannel):
         return _Awaited(self, self._near, self._topic, self._number, data)
 
 
-class _Left(Done):
+class _Left(Message):
     """A message that lies where its receiver reads it."""
 
     def over(self) -> bool:
         return True
 
+    def wait(self) -> None:
+        return None
 
-class _Awaited:
+
+class _Awaited(Message):
     """A message that its sender leaves."""
 
     def __init__(self, channel: Channel, near: Neighbours, topic: int, number: int, data: Tensor) -> None:
         self._channel, self._near, self._name, self._data = channel, near, (channel.source, topic, number), data
         self._waits = True
+        self._part: Part | None = None  # that has come and is not yet copied
 
     def over(self) -> bool:
         return not self._waits or self._near.there(*self._name)
 
-    def wait(self) -> None:
+    def arrive(self) -> None:
         if self._waits:
             self._waits = False
             try:
-                part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
+                self._part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
             except Gone as error:
                 raise _broken(self._channel, error) from error
+
+    def wait(self) -> None:
+        self.arrive()
+        part, self._part = self._part, None
+        if part is not None:
             self._data.copy_(part.data)
             part.done()
 
     def __del__(self) -> None:
         if self._waits:
             self._near.forget(*self._name)
+        elif self._part is not None:
+            self._part.done()
 
 
 class NativeChannel(Channel):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WorldError, noted
-from .comm import Channel, Comm
+from .comm import Channel, Comm, Message
 from .world import World, set_world
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -156,7 +156,7 @@ class _SimulatedComm(Comm):
         return self._meet(value)
 
 
-class _Sent:
+class _Sent(Message):
     """A message that lies in its mailbox."""
 
     def over(self) -> bool:
@@ -166,7 +166,7 @@ class _Sent:
         return None
 
 
-class _Asked:
+class _Asked(Message):
     """A message that is expected."""
 
     def __init__(self, channel: _SimulatedChannel, data: Tensor) -> None:

@@ -136,7 +136,7 @@ class _Intake:
 
 class Transfer:
     """The borders of one rank. ``credits``: how many receives of a route may be posted, and how many idle buffers of it are kept. ``waited``: seconds for
-    which `receive` waited for messages; whoever reads it may set it back.
+    which `receive` waited for messages, what it had to do itself not counted; whoever reads it may set it back.
 
     A run begins with `begin`, ends with `finish`; between them each value is sent and received once, in any order that the schedule allows.
     """
@@ -235,12 +235,14 @@ class Transfer:
         arrival = self._arrival(route, micro)
         del self._arrivals[route, micro]
         for who, piece in arrival.pieces.items():
-            began = time.perf_counter()
             try:
+                if not piece.message.over():
+                    began = time.perf_counter()
+                    piece.message.arrive()
+                    self.waited += time.perf_counter() - began
                 piece.message.wait()
             except WorldError as error:
                 raise WorldError(self._lost(route, micro, who, error)) from error
-            self.waited += time.perf_counter() - began
             if piece.flat is not None:
                 arrival.out[piece.into] = piece.flat.view([s.stop - s.start for s in piece.into])
         for intake in intakes:
