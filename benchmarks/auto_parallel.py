@@ -41,7 +41,7 @@ from globaltensor.profiling import profile
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
-GRAPHS = 3  # in which each plan is run
+GRAPHS = 5  # in which each plan is run
 
 # ---------------------------------------------------------------- models
 
@@ -275,7 +275,7 @@ def _graphs_in_turn(case: Case, rounds: int, quick: bool, chosen: dict[str, Chos
     same_losses(steps)
     steps[YARDSTICK] = yardstick(case)
     # Some steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
-    return foretold, same, at_one_pace(interleave(steps, rounds, calls=4, warm_up=1, again=2))
+    return foretold, same, at_one_pace(interleave(steps, rounds, calls=10, warm_up=1, again=5))
 
 
 def at_one_pace(seconds: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -39,7 +39,7 @@ from .solver import solve
 
 __all__ = ["COPIES", "Step", "factors", "within_steps"]
 
-_ROW = 4  # steps in a row
+_ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
 _ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
@@ -203,12 +203,13 @@ def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
 
 
 def _timed(steps: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Seconds of a step of each, some in a row, as training makes them; the one before those was another plan's."""
+    """Seconds of a step of each."""
     clock = Clock(world().device(current_cluster().device))
-    found = clock.time([Case(i, 0, functools.partial(_row, step), step, _ROW) for i, step in enumerate(steps)], seconds) if steps else {}
+    rows = [Case(i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW) for i, step in enumerate(steps)]
+    found = clock.time(rows, seconds) if steps else {}
     return [found[i] for i in range(len(steps))]
 
 
-def _row(step: Callable[[], object]) -> None:
-    for _ in range(_ROW):
+def _row(step: Callable[[], object], steps: int) -> None:
+    for _ in range(steps):
         step()

@@ -264,9 +264,12 @@ class Applied:
             spec = t._spec.replace(layout=[entry(e) for e in wanted])
             if len(wanted) != t._spec.placement.axes:
                 raise ValueError(f"{len(wanted)} entries for {t._spec.placement.axes} axes")
+            why = f"{called}: operand {i}"
             if "_is_param" in t.__dict__ and sharded.gather_axes(t._spec, spec):
-                return t  # the op gathers it as it gathers all parameters
-            there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=f"{called}: operand {i}"), spec)
+                # As ops gather parameters. Left to the op, it would be taken as it lies where that is cheaper than what the plan says.
+                there = GlobalTensor.wrap(sharded.gathered(t, t._spec, spec, why), spec)
+            else:
+                there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=why), spec)
             self._moved.append((t, there, there._local._version))
             return there
         except (ValueError, RuntimeError) as error:
