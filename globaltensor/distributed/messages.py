@@ -19,21 +19,24 @@ _TAG = 7003  # keeps these messages apart from those of collectives, and of the 
 
 
 class _Message(Message):
-    """A work of torch, and the memory that it needs until it is over."""
+    """A work of torch, waited for once, and the memory that it needs until it is over."""
 
     def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
-        self._channel, self._work, self._kept = channel, work, kept
+        self._channel, self._kept = channel, kept
+        self._work: dist.Work | None = work  # until it has been waited for: gloo's would wait again, for another message
 
     def over(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            if self._work is not None:
+                self._work.wait()
         except WorldError:
             raise
         except RuntimeError as error:
             raise _broken(self._channel, error) from error
+        self._work = None
 
 
 class _Watched(Message):
