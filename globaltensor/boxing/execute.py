@@ -126,7 +126,7 @@ def _mask(move: Move, rank: int) -> Step | None:
 
 def _pad(move: Move, rank: int) -> Step:
     shape, where = move.dst.local_shape(rank), _relative(move.src.box(rank), move.dst.box(rank))
-    around = []  # it; each element is written once
+    around = []  # the rest of it, so that each element is written once
     for dim, (part, n) in enumerate(zip(where, shape, strict=True)):
         around += [(*where[:dim], edge) for edge in (slice(0, part.start), slice(part.stop, n)) if edge.start < edge.stop]
 
