@@ -42,6 +42,9 @@ def compared(name: str, rows: list[dict[str, Any]]) -> str:
         if those or base == BENCHMARKS[name]:
             ratios = {row["case"]: {ours: row[ours] / row[base] for ours in OURS if ours in row} for row in those}
             tables.append(table(those or rows, ratios, base))
+    alone = [row for row in rows if tables and not any(base in row for base in BENCHMARKS[name].split(", "))]
+    if alone and len(alone) < len(rows):
+        tables.append(table(alone))
     return "\n\n".join(tables)
 
 
