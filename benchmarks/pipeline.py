@@ -1,8 +1,10 @@
 """A training step of the example's GPT in pipeline stages, 8 micro-batches: torch.distributed.pipelining and `nn.Graph`, by each schedule.
 
-Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, in milliseconds that a rank is idle and as a share of the step, and as
-the simulator foretells it from what each action cost in the same run (medians over the rounds of each round's own figures, and of one over the other); the
-activations that each lane came to hold, and those that the schedule promises.
+Each rank has one core. Beside the steps' times: the bubble as the run's spans show it, and as the simulator foretells it from what each action cost in the same
+run (medians over the rounds of each round's own figures, and of one over the other); the activations that each lane came to hold, and those that the schedule
+promises. A bubble is the time that a rank is idle, in milliseconds and in percent of an ideal step ("Efficient Large-Scale Language Model Training on GPU
+Clusters", Narayanan et al., SC 2021), which is what the least busy of the round's schedules keeps a rank busy with: one measure for all. As a share of its own
+step, which is told too, a schedule's bubble seems the smaller the slower its actions are, and they are slower the more activations it holds.
 The example ties the embedding to the output layer; torch's stages cannot, so here nobody's do.
 """
 
@@ -195,18 +197,25 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
         ours.graph.config.enable_timeline()
         ours.step()
     for _ in range(rounds):
-        for ours, figures in zip(contenders, found, strict=True):
-            run = ours.traced()
+        runs = [ours.traced() for ours in contenders]
+        ideal = min(run.makespan - idle_of(run) for run in runs)
+        for ours, run, figures in zip(contenders, runs, found, strict=True):
             model = simulate(ours.pipeline.schedule, run.each)
-            idle = run.bubble * run.makespan * 1e3
-            figures.append((run.makespan * 1e3, model.makespan * 1e3, idle, run.bubble * 100, model.bubble * 100, run.bubble / model.bubble, run.period * 1e3))
-    names = ("run ms", "simulated ms", "idle ms", "bubble %", "simulated %", "of simulated", "period ms")
+            idle, foretold = idle_of(run), idle_of(model)
+            shares = idle / ideal * 100, foretold / ideal * 100, idle / foretold, run.bubble * 100
+            figures.append((run.makespan * 1e3, model.makespan * 1e3, idle * 1e3, *shares, run.period * 1e3))
+    names = ("run ms", "simulated ms", "idle ms", "bubble %", "simulated %", "of simulated", "of its step %", "period ms")
     out = []
     for ours, figures in zip(contenders, found, strict=True):
         middle = [round(statistics.median(column), 2) for column in zip(*figures, strict=True)]
         held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, promise(ours.name, ours.lanes, MICROS)))}
         out.append(dict(zip(names, middle, strict=True)) | held)
     return out
+
+
+def idle_of(line: Timeline) -> float:
+    """Seconds, the mean of the lanes."""
+    return line.bubble * line.makespan
 
 
 def main() -> None:

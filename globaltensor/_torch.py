@@ -42,6 +42,12 @@ def call_after_accumulation(leaf: torch.Tensor) -> None:
             hook(leaf)
 
 
+def computed_by(t: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """The op that computed what ``t`` is or is a view of; it stays in the graph when someone writes to the view, whose own op then does not."""
+    base = t._base
+    return t.grad_fn if base is None else base.grad_fn
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have a device but no memory. Autocast sees them, and does not see meta tensors, to which torch has public ways."""
     from torch._subclasses import fake_tensor

@@ -13,13 +13,14 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._torch import any_autocast, call_after_accumulation
+from ..._torch import any_autocast, call_after_accumulation, computed_by
 
 __all__ = ["DEFERRED", "LIGHTER", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
 
@@ -124,15 +125,6 @@ def _arrive(leaf: Tensor, grad: Tensor) -> None:
     call_after_accumulation(leaf)
 
 
-def _arrive_product(leaf: Tensor, a: Tensor, b: Tensor) -> None:
-    """``_arrive(leaf, a @ b)``, added up within the product."""
-    if leaf.grad is None or leaf.grad.dtype is not a.dtype:
-        _arrive(leaf, a @ b)
-    else:
-        leaf.grad.addmm_(a, b)
-        call_after_accumulation(leaf)
-
-
 def _cast(x: Tensor) -> Tensor:
     """``x`` as autocast would give it to a matrix product."""
     kind = x.device.type
@@ -150,14 +142,16 @@ def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- matrix products
+#
+# Who writes to a view of a product, as activations in place do, puts another op in the place of the view: what tells gradients is the product itself.
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
     later = _deferring(weight)
-    if later is None or weight.ndim != 2 or weight.is_complex() or input.is_complex():
+    if later is None or weight.ndim != 2 or not input.ndim or weight.is_complex() or input.is_complex():
         return F.linear(input, weight, bias)
-    return _Product.apply(_cast(input), weight, bias, False, later)  # type: ignore[no-any-return, no-untyped-call]
+    return _product(_cast(input), weight, bias, False, later)
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -165,55 +159,69 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     later = _deferring(other)
     if later is None or other.ndim != 2 or not input.ndim or other.is_complex() or input.is_complex():
         return torch.matmul(input, other)
-    return _Product.apply(_cast(input), other, None, True, later)  # type: ignore[no-any-return, no-untyped-call]
+    return _product(_cast(input), other, None, True, later)
 
 
 def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a constant, and who
-    takes its gradient is told the gradient of the result. That takes a third of the time of a Function of our own (23 against 75 us)."""
-    return _lighter(linear, input, weight, bias, False)
+    """`linear` with a real matrix, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a
+    constant, and its gradient comes with `Later.run` alone, also after a backward pass that holds nothing."""
+    later = _current.get()
+    # Among products that fill the caches, each step of Python takes several times what it does in a loop of its own: no more of them than these.
+    if later is None or any_autocast() or not (input.requires_grad and _waits(weight) and (bias is None or _waits(bias))):
+        return linear(input, weight, bias)
+    return _told(F.linear(input, weight.detach(), None if bias is None else bias.detach()), input, weight, bias, False, later)
 
 
 def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
     """`matmul`, likewise."""
-    return _lighter(matmul, input, other, None, True)
+    later = _current.get()
+    if later is None or any_autocast() or not (input.requires_grad and _waits(other)):
+        return matmul(input, other)
+    return _told(torch.matmul(input, other.detach()), input, other, None, True, later)
 
 
-def _lighter(general: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, across: bool) -> Tensor:
-    later, leaves = _current.get(), (weight,) if bias is None else (weight, bias)
-    if later is None or later.held or any_autocast() or not (torch.is_grad_enabled() and x.requires_grad) or weight.ndim != 2 or not x.ndim or x.is_complex():
-        return general(x, *leaves)
-    for leaf in leaves:
-        if not _waits(leaf) or leaf.dtype is not x.dtype:
-            return general(x, *leaves)
-    fixed = weight.detach()
-    out = x @ fixed if across else F.linear(x, fixed, None if bias is None else bias.detach())
-    kept, version = x.detach(), x._version
-
-    def told(grad: Tensor) -> None:
-        if kept._version != version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: the input {list(kept.shape)} of a linear "
-                f"layer is at version {kept._version}, expected version {version}; write out of place (x + y instead of x += y), or clone it before"
-            )
-        work = _product_later(kept, grad, across, weight, bias)
-        if later.held:
-            later.put(work)
-        else:
-            work()
-
-    out.register_hook(told)  # type: ignore[no-untyped-call]
+def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    """``out``; its gradient will be there for those of weight and bias."""
+    product = computed_by(out)
+    if product is not None:
+        grads: list[Sequence[Tensor]] = []
+        product.register_prehook(grads.append)  # which runs no Python
+        later.put(partial(_arrive_told, grads, x.detach(), x._version, across, weight, bias))
     return out
 
 
-def _weight_grad(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
+def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: Any) -> None:
+    for (grad,) in grads:
+        if x._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: the input {list(x.shape)} of a linear "
+                f"layer is at version {x._version}, expected version {version}; write out of place (x + y instead of x += y), or clone it before"
+            )
+        if grad is not None:
+            _arrive_products(x, grad.detach(), *more)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As a matrix."""
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+
+
+def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
     """Two matrices whose product is the gradient of the weight."""
-    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    x, grad = _rows(x), _rows(grad)
     return (x.t(), grad) if across else (grad.t(), x)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    """`_Product` of an input with any number of dims before its last."""
+    out: Tensor = _Product.apply(_rows(x), weight, bias, across, later)  # type: ignore[no-untyped-call]
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
 class _Product(torch.autograd.Function):
-    """``x @ weight.t() + bias``; ``across``: ``x @ weight``."""
+    """``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
@@ -236,24 +244,26 @@ class _Product(torch.autograd.Function):
             held = _held(ctx)
             put_off = [leaf if held and wanted and _waits(leaf) else None for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))]
             if any(leaf is not None for leaf in put_off):
-                later.put(_product_later(x, grad, across, *put_off))
+                later.put(partial(_arrive_products, x.detach(), grad.detach(), across, *put_off))
             if wants_weight and put_off[0] is None:
-                of_weight = torch.mm(*_weight_grad(x, grad, across)).to(weight.dtype)
+                of_weight = torch.mm(*_factors(x, grad, across)).to(weight.dtype)
             if wants_bias and put_off[1] is None:
-                of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
+                of_bias = grad.sum(0).to(bias.dtype)
         return of_x, of_weight, of_bias, None, None
 
 
-def _product_later(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> Callable[[], None]:
-    x, grad = x.detach(), grad.detach()
-
-    def work() -> None:
-        if weight is not None:
-            _arrive_product(weight, *_weight_grad(x, grad, across))
-        if bias is not None:
-            _arrive(bias, grad.reshape(-1, grad.shape[-1]).sum(0))
-
-    return work
+def _arrive_products(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> None:
+    """The gradients of weight and bias, as `_arrive` has it; the weight's is added up within its product."""
+    if weight is not None:
+        a, b = _factors(x, grad, across)
+        into = weight.grad
+        if into is None or into.dtype is not a.dtype:
+            _arrive(weight, a @ b)
+        else:
+            into.addmm_(a, b)
+            call_after_accumulation(weight)
+    if bias is not None:
+        _arrive(bias, _rows(grad).sum(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- convolutions

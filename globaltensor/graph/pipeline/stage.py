@@ -83,7 +83,11 @@ class Stage:
 
         ``grads``: by output, as the dual of what the output is (partial for a broadcast one); so are the results.
         """
-        return self._backward(self._kept.pop(micro), grads, loss_scale)
+        kept = self._kept.pop(micro)
+        found = self._backward(kept, grads, loss_scale)
+        if kept.later is not None:
+            kept.later.run()
+        return found
 
     def backward_input(self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0) -> dict[int, Tensor]:
         """The same, but weights whose gradients can wait (`deferred`) get theirs from `backward_weight`. Activations are let go, save what that needs."""
