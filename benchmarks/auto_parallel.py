@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import statistics
@@ -42,6 +43,7 @@ from globaltensor.profiling import profile
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
 GRAPHS = 5  # in which each plan is run
+TOGETHER = 7  # graphs that are there at a time
 
 # ---------------------------------------------------------------- models
 
@@ -234,48 +236,67 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
     """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once.
 
     Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is
-    run as several graphs, one after the other, and has the median of theirs."""
-    chosen: dict[str, Chosen] = {}
-    runs = [_graphs_in_turn(case, rounds if quick else math.ceil(rounds / GRAPHS), quick, chosen) for _ in range(2 if quick else GRAPHS)]
-    foretold, same, _ = runs[0]
+    run as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training
+    has one: so a few are there at a time, each time others."""
+    runs, tried = 2 if quick else GRAPHS, _Tried({}, {}, {}, {}, [])
+    seconds: dict[str, list[list[float]]] = {}
+    for run in range(runs):
+        names = [way.name for way in ways(quick, lambda: None) if tried.same.get(way.name, way.name) == way.name]
+        if run:
+            names = [names[i] for i in np.random.default_rng(run).permutation(len(names))]
+        for first in range(0, len(names), TOGETHER):
+            for name, found in _graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, names[first : first + TOGETHER], tried).items():
+                seconds.setdefault(name, []).append(found)
     median = statistics.median
 
     def over(name: str, part: slice) -> float:
-        return median(median(seconds[same[name]][part] or seconds[same[name]]) for _, _, seconds in runs)
+        return median(median(found[part] or found) for found in seconds[name])
 
     every, even, odd = slice(None), slice(None, None, 2), slice(1, None, 2)
-    same[YARDSTICK] = YARDSTICK
-    return [Measured(name, foretold[name], over(name, every), (over(name, even), over(name, odd))) for name in foretold], over(YARDSTICK, every)
+    told = [(name, seconds_, tried.same[name]) for name, seconds_ in tried.foretold.items()]
+    return [Measured(name, seconds_, over(same, every), (over(same, even), over(same, odd))) for name, seconds_, same in told], over(YARDSTICK, every)
 
 
-def _graphs_in_turn(case: Case, rounds: int, quick: bool, chosen: dict[str, Chosen]) -> tuple[dict[str, float], dict[str, str], dict[str, list[float]]]:
-    """Foretold seconds of each way; the way that comes to the same plan and is run for it; seconds of each that is run, round by round. ``chosen``: what has
-    been chosen for each way, here or before."""
+class _Tried(NamedTuple):
+    """What is known of ways by their names: what each has chosen, the first that came to the same plan and is run for it, and the seconds foretold; the first
+    that came to each plan; and the losses of the first steps."""
+
+    chosen: dict[str, Chosen]
+    same: dict[str, str]
+    foretold: dict[str, float]
+    seen: dict[Any, str]
+    losses: list[float]
+
+
+def _graphs_in_turn(case: Case, rounds: int, quick: bool, names: list[str], tried: _Tried) -> dict[str, list[float]]:
+    """Seconds of each way that is run, round by round."""
     everyone = flow.placement.all("cpu")
     steps: dict[str, Callable[[], float]] = {}
-    foretold: dict[str, float] = {}
-    seen: dict[Any, str] = {}
-    same: dict[str, str] = {}
     here: list[Any] = [None]
-    for way in ways(quick, lambda: here[0]):
+    every = {way.name: way for way in ways(quick, lambda: here[0])}
+    gc.collect()  # what was there before
+    for way in map(every.__getitem__, names):
         torch.manual_seed(0)
         model = case.make().to_global(everyone, B)  # type: ignore[operator]
         batch = case.batch.to_global(everyone, B, check_meta=False).to_global(sbp=way.batch)
-        graph = here[0] = Step(model, way._replace(choose=chosen.setdefault(way.name, Chosen(way.choose))))
+        graph = here[0] = Step(model, way._replace(choose=tried.chosen.setdefault(way.name, Chosen(way.choose))))
         graph(batch)
         plan = graph.auto_plan()
         told = str(way.batch), str(graph.plan()), tuple(sorted(plan.parameters.items()))
-        first = seen.setdefault(told, way.name)
+        first = tried.same[way.name] = tried.seen.setdefault(told, way.name)
         if first == way.name or way.name == "data":
-            foretold[way.name], same[way.name] = plan.seconds, first
+            tried.foretold[way.name] = plan.seconds
         if first != way.name:
             continue
         # With the loss read, as the search counts it: what is a partial sum has to be summed then.
         steps[way.name] = lambda graph=graph, batch=batch: graph(batch).item()  # type: ignore[misc]
-    same_losses(steps)
+    if not steps:
+        return {}
+    known = {"the first": iter(tried.losses).__next__} if tried.losses else {}
+    tried.losses[:] = same_losses(known | steps)
     steps[YARDSTICK] = yardstick(case)
-    # Some steps in a row, as training makes them: two dozen models in turn would each find the caches full of the others.
-    return foretold, same, at_one_pace(interleave(steps, rounds, calls=10, warm_up=1, again=5))
+    # Some steps in a row, as training makes them: models in turn would each find the caches full of the others.
+    return at_one_pace(interleave(steps, rounds, calls=10, warm_up=1, again=5))
 
 
 def at_one_pace(seconds: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -205,13 +205,14 @@ def _block(call: Callable[[], object], calls: int, together: Callable[[], object
     return (clock() - started) / calls
 
 
-def same_losses(contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3) -> None:
-    """Contenders must do the same work: their losses over the first steps agree, or there is nothing to compare."""
+def same_losses(contenders: dict[str, Callable[[], float]], steps: int = 2, tolerance: float = 1e-3) -> list[float]:
+    """Contenders must do the same work: their losses over the first steps, which it gives, agree, or there is nothing to compare."""
     losses = {name: [step() for _ in range(steps)] for name, step in contenders.items()}
     (first, want), *others = losses.items()
     for name, got in others:
         if any(abs(a - b) > tolerance * abs(b) for a, b in zip(got, want, strict=True)):
             sys.exit(f"{name} does not do the same work as {first}: its losses are {got}, not {want}")
+    return want
 
 
 def show(rows: Sequence[Row], as_json: bool, base: str) -> None:

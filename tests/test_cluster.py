@@ -49,6 +49,7 @@ def constants(draw: st.DrawFn) -> Cluster:
         overlap=draw(st.floats(1, 2)),
         skew=draw(times),
         updating=draw(st.floats(0.1, 10)),
+        bucketed=draw(st.floats(0.1, 10)),
         **links,
     )
 
@@ -317,6 +318,7 @@ def test_files_say_what_is_wrong(tmp_path: Path) -> None:
         '{"globaltensor_cluster": 1, "tree": 1}': "tree=1: must be true or false",
         '{"globaltensor_cluster": 1, "overlap": 3}': "overlap=3.0: from 1",
         '{"globaltensor_cluster": 1, "updating": 0}': "updating=0.0: a factor above 0",
+        '{"globaltensor_cluster": 1, "bucketed": 0}': "bucketed=0.0: a factor above 0",
         '{"globaltensor_cluster": 1, "flops": {"float32": "fast"}}': r"flops\[float32\]='fast'",
         '{"globaltensor_cluster": 1, "ops": {"mm": 1}}': r"ops\[mm\]=1: must be two numbers",
         '{"globaltensor_cluster": 1, "measured": [{"kind": "send"}]}': r"measured\[0\]: needs kind, ranks",

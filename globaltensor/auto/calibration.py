@@ -59,7 +59,7 @@ def calibrate(
 
     A third of the time goes into whole training steps of a few plans, on copies of the model: within a step calls and moves take longer than alone, and the
     cluster's times are stretched as these steps say (whole.py). Not for a graph, a model on the meta device or of global tensors, one whose copies with their
-    optimizers (36 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
+    optimizers (40 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
     Inputs on the meta device are drawn, numbers of classes are 0 then.
 
     Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values,

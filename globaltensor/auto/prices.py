@@ -97,7 +97,7 @@ class Prices:
     def _part(self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int) -> float:
         """Its part of the seconds of a bucket."""
         whole = max(nbytes, bucket)
-        return self.collective(kind, whole, axes) * nbytes / whole if axes and whole else 0.0
+        return self.cluster.bucketed * self.collective(kind, whole, axes) * nbytes / whole if axes and whole else 0.0
 
     def fetched(self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Table:
         """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others."""
@@ -115,7 +115,7 @@ class Prices:
             for i, x in enumerate(kept):
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
-                    few = (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS if nbytes < self.gathered else 0.0
+                    few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS if nbytes < self.gathered else 0.0
                     seconds[i, j] = self._part(kind, nbytes, axes, self.gathered) + few
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:

@@ -1,9 +1,10 @@
 """Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
 
 In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
-ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it. So a few plans that compute, move, wait
-and hold unlike much are run on a copy of the model, and four numbers are fitted to what their steps take: by what computing, moving and the optimizer's step
-are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it; and buckets of parameters and gradients,
+begun early, take less than moves that ranks have to meet for (a third of it, on four ranks of two cores). So a few plans that compute, move, wait and hold
+unlike much are run on a copy of the model, and five numbers are fitted to what their steps take: by what computing, moving, moving in buckets and the
+optimizer's step are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those befor
 _SEARCH = 5.0  # seconds for the plan of each
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
 _ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
+_MOVES_ALIKE = 0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
 _LEAST, _MOST = 0.1, 10.0
 _WAIT = 1e-3  # seconds of a wait in which the fit counts
 _MORE_SKEW = 1e-7  # by what of a wait they are counted
@@ -51,14 +53,15 @@ Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of param
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing, moving and the optimizer by the model of the cluster, and measured. ``waits``: how many moves it cannot go on
-    without."""
+    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer by the model of the cluster, and measured. ``waits``: how
+    many moves it cannot go on without."""
 
     computing: float
     moving: float
     measured: float
     waits: float = 0.0
     updating: float = 0.0
+    bucketed: float = 0.0
 
 
 def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
@@ -69,23 +72,24 @@ def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     return cluster.stretched(*factors(steps)) if steps else cluster
 
 
-def factors(steps: Sequence[Step]) -> tuple[float, float, float, float]:
-    """By what computing and moving have to be multiplied, how many seconds each wait has to be longer, and by what the optimizer's step has to be multiplied,
-    to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell factors apart they are alike, and where they do not tell
-    of waits these are as long as they were.
+def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
+    """By what computing and moving have to be multiplied, how many seconds each wait has to be longer, and by what the optimizer's step and moving in buckets
+    have to be multiplied, to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell factors apart they are alike, and
+    where they do not tell of waits these are as long as they were.
 
-    >>> a, b, c, d = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
-    >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1)
-    (1.5, 2.0, 0.006, 1.5)
+    >>> a, b, c, d, e = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
+    >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1), round(e, 1)
+    (1.5, 2.0, 0.006, 1.5, 2.0)
     """
-    rows = [[s.computing / s.measured, s.moving / s.measured, s.updating / s.measured, _WAIT * s.waits / s.measured] for s in steps]
-    rows += [[_ALIKE, -_ALIKE, 0.0, 0.0], [_ALIKE_TOO, 0.0, -_ALIKE_TOO, 0.0], [0.0, 0.0, 0.0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
-    wanted = np.array([1.0] * len(steps) + [0.0] * 3)
+    rows = [[x / s.measured for x in (s.computing, s.moving, s.bucketed, s.updating, _WAIT * s.waits)] for s in steps]
+    rows += [[_ALIKE, -_ALIKE, 0, 0, 0], [0, _MOVES_ALIKE, -_MOVES_ALIKE, 0, 0], [_ALIKE_TOO, 0, 0, -_ALIKE_TOO, 0]]
+    rows += [[0, 0, 0, 0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
+    wanted = np.array([1.0] * len(steps) + [0.0] * 4)
     found = np.linalg.lstsq(np.array(rows), wanted, rcond=None)[0]
-    if found[3] < 0:
-        found = [*np.linalg.lstsq(np.array(rows)[:, :3], wanted, rcond=None)[0], 0.0]
-    computing, moving, updating = (float(min(max(f, _LEAST), _MOST)) for f in found[:3])
-    return computing, moving, float(found[3]) * _WAIT, updating
+    if found[-1] < 0:
+        found = [*np.linalg.lstsq(np.array(rows)[:, :-1], wanted, rcond=None)[0], 0.0]
+    computing, moving, bucketed, updating = (float(min(max(f, _LEAST), _MOST)) for f in found[:-1])
+    return computing, moving, float(found[-1]) * _WAIT, updating, bucketed
 
 
 def _recipe(name: str) -> Fixed:
@@ -123,8 +127,9 @@ _WAYS: Mapping[str, Way] = {
     "fully sharded": Way(split(0), _recipe("fully sharded (ZeRO-3)")),
     "each otherwise": Way(split(0), _in_turn),
     "each otherwise, batch whole": Way(broadcast, _in_turn),
-    "far from the best": Way(split(0), noise=1.0),
-    "further from the best": Way(broadcast, noise=4.0),
+    "far from the best": Way(split(0), noise=2.0),
+    "further from the best": Way(broadcast, noise=8.0),
+    "furthest from the best": Way(split(0), noise=16.0),
 }
 
 
@@ -141,7 +146,7 @@ class _Training(Graph):
         self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
         self.config.enable_auto_parallel()
         self.config.enable_auto_memory("Disable")
-        self.waits = 0.0
+        self.waits = self.bucketed = 0.0
         arrange.follow(self, functools.partial(_chosen, self, way))
 
     def build(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -174,7 +179,9 @@ def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=5)
     times = _timed([(lambda g=g, a=a, k=k: g(*a, **k).item()) for g, a, k, _ in graphs], seconds)  # type: ignore[misc]
-    return [Step(s["computing"], s["moving"] - s["hidden"], t, g.waits, s["updating"]) for (g, *_, s), t in zip(graphs, times, strict=True)]
+    return [
+        Step(s["computing"], s["moving"] - s["hidden"] - g.bucketed, t, g.waits, s["updating"], g.bucketed) for (g, *_, s), t in zip(graphs, times, strict=True)
+    ]
 
 
 def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> Found:
@@ -188,8 +195,14 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
         if other.feasible:
             other = dataclasses.replace(other, cost=problem.evaluate(other.choice), bound=0.0)
             found = Found(read_plan(found.formulation, other), found.formulation, other.choice)
-    later = formulate(calls, dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW), mesh, options).problem
-    graph.waits = float(later.evaluate(found.choice) - problem.evaluate(found.choice)) / _MORE_SKEW
+
+    def more(**changed: float) -> float:
+        """What the plan takes longer on a cluster that differs so."""
+        other = formulate(calls, dataclasses.replace(cluster, **changed), mesh, options).problem  # type: ignore[arg-type]
+        return float(other.evaluate(found.choice) - problem.evaluate(found.choice))
+
+    graph.waits = more(skew=cluster.skew + _MORE_SKEW) / _MORE_SKEW
+    graph.bucketed = more(bucketed=2 * cluster.bucketed)
     return found
 
 

@@ -38,6 +38,7 @@ class Cluster:
 
     ``overlap``: how much slower computing and moving are while both go on, from 1 (not at all) to 2 (as slow as one after the other). ``skew``: seconds that
     ranks which have each computed wait for one another before a move that they cannot go on without; `seconds` leaves it out.
+    ``bucketed``: what parameters and their gradients that move together, in buckets begun early, take of the time that such moves take by themselves.
     ``updating``: by how much longer an optimizer's step takes than reading and writing what it does, a parameter's other costs in a training step included.
     ``ops``: seconds of (forward, backward) of single ops, by keys of whoever measured them. ``memory``: of a device; 0 is unknown, and no limit.
     ``size``: devices there are; 0 is as many as asked for. ``device``: "cpu" or "cuda".
@@ -66,6 +67,7 @@ class Cluster:
     overlap: float = 1.0
     skew: float = 0.0
     updating: float = 1.0
+    bucketed: float = 1.0
     name: str = "generic"
     device: str = "cpu"
     size: int = 0
@@ -208,9 +210,9 @@ class Cluster:
         """With these times of ops beside those it has; newer ones win."""
         return replace(self, ops={**self.ops, **ops})
 
-    def stretched(self, computing: float, moving: float, waiting: float = 0.0, updating: float | None = None) -> Cluster:
-        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, ranks wait ``waiting`` seconds longer for one another, and
-        optimizers take ``updating`` times as long (None: as calls do).
+    def stretched(self, computing: float, moving: float, waiting: float = 0.0, updating: float | None = None, bucketed: float | None = None) -> Cluster:
+        """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, ranks wait ``waiting`` seconds longer for one another, optimizers
+        take ``updating`` times as long (None: as calls do), and parameters and gradients in buckets ``bucketed`` times (None: as other moves do).
 
         >>> c = Cluster().stretched(1.5, 2.0)
         >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), round(c.compute(1e9, 0) / Cluster().compute(1e9, 0), 9)
@@ -224,6 +226,7 @@ class Cluster:
             skew=self.skew * moving + waiting, **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message")},
             **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth", "node_stream")},
             updating=self.updating * (1.0 if updating is None else updating / computing),
+            bucketed=self.bucketed * (1.0 if bucketed is None else bucketed / moving),
         )  # fmt: skip
 
     @classmethod
@@ -259,6 +262,8 @@ def _check(c: Cluster) -> None:
     for name in ("bandwidth", "memory_bandwidth", "node_bandwidth"):
         if not getattr(c, name) > 0:
             raise ValueError(f"{name}={getattr(c, name)}: must be more than 0 bytes per second")
+    if not 0 < c.bucketed < math.inf:
+        raise ValueError(f"bucketed={c.bucketed}: a factor above 0, 1 where parameters and gradients in buckets move as all else does")
     if not 0 < c.updating < math.inf:
         raise ValueError(f"updating={c.updating}: a factor above 0, 1 where an optimizer takes as long as reading and writing does")
     if not c.flops or not all(rate > 0 for rate in c.flops.values()) or not all(half >= 0 for half in c.saturation.values()):
