@@ -110,6 +110,24 @@ def test_the_search_counts_what_was_measured() -> None:
     assert [(alone.forward[k], alone.backward[k]) for k in by_rows] == [(7.0, 0.0)] * len(by_rows)
 
 
+class Attending(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rings_of_attention_do_what_was_measured_for_each_rank(size: int) -> None:
+    """Rows of queries that are split meet the keys of all ranks; heads that are split do not."""
+    calls = calls_of_model(Attending(), (torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)))
+    (call,) = (c for c in calls.calls if "attention" in c.func.__name__)
+    mesh = Placement("cpu", list(range(size)))
+    operands, seconds = [calls.values[v] for v in call.operands], 7.0
+    keys = {op_key(call, operands, parts(operands, [(S(d),)] * 3, Prices(Cluster(), mesh))): (seconds, 0.0) for d in (1, 2)}
+    found = candidates_of(calls, Cluster().with_ops(keys), mesh)[call.number]
+    told = {found.ins[0][k][0].dim: found.forward[k] for k in range(len(found)) if {x[k] for x in found.ins} in ({(S(1),)}, {(S(2),)})}
+    assert told == pytest.approx({1: seconds, 2: size * seconds})
+
+
 def test_a_measurement_changes_the_plan() -> None:
     """Splitting the batch is the plan, until calls on half of it are found to be slow."""
     model, x = Linears(), torch.randn(64, 8)
@@ -231,7 +249,8 @@ def test_factors_are_found_again(computing: float, moving: float, waiting: float
     found = whole.factors(steps)
     assert found[:2] == pytest.approx((computing, moving), rel=0.2)
     assert found[2] == pytest.approx(waiting, rel=0.2, abs=3e-3)
-    assert found[3:] == pytest.approx((held, buckets), rel=0.2)
+    assert found[3] == pytest.approx(held, rel=0.2)
+    assert found[4] == pytest.approx(buckets, abs=0.25)  # drawn towards what other moves take
     assert whole.factors([whole.Step(1.0, 0.0, 1.5)] * 3) == pytest.approx((1.5, 1.5, 0.0, 1.5, 1.5), rel=0.02)  # nothing moved: nothing says otherwise
     assert whole.factors([whole.Step(1.0, 1.0, 100.0)]) == (10.0, 10.0, 0.0, 10.0, 10.0)
     shorter = [whole.Step(1.0, 1.0, 2.0), whole.Step(1.0, 1.0, 1.9, waits=30), whole.Step(1.0, 0.1, 1.1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -124,6 +125,8 @@ class Menu:
             computing = np.zeros((2, len(rows)))
         else:
             computing = self._computing(call, operands, results, [come for _, come, _ in rows], [lie for _, _, lie in rows], work, share)
+            if work.flops and self.prices.cluster.ops:
+                computing *= [self._rounds(call, operands, results, *row, work, part) for row, part in zip(rows, share.tolist(), strict=True)]
         moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
         twice = self.training if work.view else computing[1] > 0
         return Candidates(ins, outs, *computing, moving * (1 + twice), share)
@@ -140,6 +143,18 @@ class Menu:
             for kind, nbytes in s.moved:
                 moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,)) + prices.cluster.skew
         return moving
+
+    def _rounds(
+        self, call: Call, operands: Sequence[Value], results: Sequence[Value], combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
+        work: Work, share: float,
+    ) -> float:  # fmt: skip
+        """How often a candidate does what was measured of it. A rank's rows of queries in ring attention meet the keys of all ranks, one after the other; what
+        was measured are its own."""
+        if not any(s.moved for s in combination) or self._measured(call, operands, come) is None:
+            return 1.0
+        layouts = zip((*operands, *results), (*come, *lie), strict=True)
+        once = work_of(call, {v.number: dataclasses.replace(v, shape=self.prices.local_shape(v.shape, layout)) for v, layout in layouts}).flops
+        return max(1.0, work.flops * share / once) if once else 1.0
 
     def _computing(
         self, call: Call, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: Array

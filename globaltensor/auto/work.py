@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     backward: float
 
 
-def work_of(call: Call, values: Sequence[Value]) -> Work:
+def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value]) -> Work:
     """The work of a call by its index notation: of a contraction two operations for each combination of its indices; of the rest what it reads and writes."""
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     name = getattr(call.func, "__name__", "")
