@@ -31,7 +31,7 @@ from .trial import on_meta
 from .visible import apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
-__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "rule"]
+__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "rule", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -204,12 +204,13 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         where = _place_of_scalars(tensors)
         if where is not None:
             return where
-        if meeting.where is not None and not _writes(func):
+        if meeting.where is not None and (not writes(func) or lies_at(tensors[0], meeting.where)):
             return meeting.where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
             + "".join(f"  {p}\n" for p in found)
             + f"bring them together first, for example x.to_global(placement={found[0]!r})"
+            + (", or write out of place (x = x + y), so that the result need not lie where x does" if writes(func) else "")
         )
     return found[0]
 
@@ -226,7 +227,12 @@ def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
     return sized[0] if sized else Placement(places[0].type, sorted({r for p in places for r in p.flat}))
 
 
-def _writes(func: Any) -> bool:
+def lies_at(t: torch.Tensor, where: Placement) -> bool:
+    return isinstance(t, GlobalTensor) and t._spec.shown.placement is where
+
+
+def writes(func: Any) -> bool:
+    """Whether a function writes into its first argument, by its name."""
     name = getattr(func, "__name__", "")
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 

@@ -57,13 +57,20 @@ def squared(model: Any, *inputs: Any) -> Any:
 
 
 def as_one_device(
-    make: Callable[[], nn.Module], stages: Sequence[flow.placement], at: Sequence[str] | None, *, sbp: Any = B, micros: int = 2, build: Any = squared
+    make: Callable[[], nn.Module],
+    stages: Sequence[flow.placement],
+    at: Sequence[str] | None,
+    *,
+    sbp: Any = B,
+    micros: int = 2,
+    build: Any = squared,
+    schedule: str | None = None,
 ) -> None:
     """Runs on every rank: three steps in stages, and on one device."""
     plain, ours = initialised(make()), initialised(make())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     flow.pipeline.cut(ours, stages, at, sbp)
-    graph = Graph(ours, build, micros=micros)
+    graph = Graph(ours, build, micros=micros, name=schedule)
     for step in range(3):
         parts = rows(step).tensor_split(micros)
         want = sum(_scaled(build(_Scaled(plain, micros), part)) for part in parts) / micros
@@ -206,6 +213,24 @@ class Again(nn.Module):
         return self.last(x) + self.h[1](x)  # type: ignore[no-any-return]
 
 
+class Residual(nn.Module):
+    """Blocks as ResNets have them, which write in place, on inputs of three dims; and a mask of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, WIDTH)) for _ in range(4))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1).repeat(1, 3, 1)
+        positive = x > 0
+        for block in self.h:
+            out = block(x)
+            out += x
+            x = self.act(out)
+        return x * ((x > 0.1) & positive).to(x.dtype)
+
+
 CUTS = {
     "again": (Again, ["h.1"], [[0], [1]]),
     "again-uneven": (Again, ["h.1"], [[0, 1], [2]]),
@@ -219,6 +244,8 @@ CUTS = {
     "nested": (Nested, ["body.blocks.2"], [[0], [1]]),
     "nested-written": (Nested, ["body.blocks.3"], [[0], [1]]),
     "nested-three": (Nested, ["body.blocks.3", "norm"], [[0], [1, 2], [3]]),
+    "in-place": (Residual, ["h.2"], [[0], [1]]),
+    "in-place-inside": (Residual, ["h.1.1", "h.3"], [[0, 1], [2], [3]]),
     "branches": (Branches, ["decoder"], [[0], [1]]),
     "branches-inside": (Branches, ["encoder.2", "decoder"], [[0], [1], [2]]),
 }
@@ -228,6 +255,11 @@ CUTS = {
 def test_cut_models_are_one_device(name: str) -> None:
     make, at, stages = CUTS[name]
     simulate(1 + max(r for s in stages for r in s), lambda: as_one_device(make, places(*stages), at))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2"])
+def test_activations_in_place_under_other_schedules(schedule: str) -> None:
+    simulate(2, lambda: as_one_device(Residual, places(), ["h.2"], micros=4, schedule=schedule))
 
 
 def test_tied_weights_keep_one_gradient() -> None:

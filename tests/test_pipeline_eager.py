@@ -114,6 +114,25 @@ def test_elsewhere_operands_must_lie_together() -> None:
     simulate(2, run)
 
 
+def test_what_a_stage_writes_into_its_own_takes_from_those_before() -> None:
+    class Residual(Skips):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            for block in self.blocks:
+                out = block(x)
+                out += x
+                x = out.tanh_() * self.scale
+            return x.square().mean()
+
+    want = trained(initialised(Residual()), lambda t: t)
+
+    def run() -> None:
+        lie = [flow.placement("cpu", [0]), flow.placement("cpu", [1])]
+        losses, _ = trained(flow.pipeline.cut(initialised(Residual()), lie, ["blocks.2"]), lambda t: t.to_global(lie[0], B, check_meta=False))
+        assert losses == pytest.approx(want[0], rel=1e-12)
+
+    simulate(2, run)
+
+
 def test_a_model_in_stages_within_another() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 from .. import _torch, draws, functions, sharded, visible
 from ..bodies import body_of, recalled
 from ..boxing import box
-from ..dispatch import call
+from ..dispatch import call, lies_at, writes
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..moved import MovedView
@@ -392,14 +392,16 @@ class Logical(Recorder):
         return self.moved[key][1]  # type: ignore[return-value]
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands of an op that mixes stages, on the placement of the stage that runs, or else of the latest of them. One that writes is left to fail."""
+        """The operands of an op that mixes stages, on the placement of the stage that runs, or else of the latest of them. One that writes into another stage
+        is left to fail."""
         given = tensors_in(kwargs, tensors_in(args, []))
         placements = {t._spec.placement for t in given if isinstance(t, GlobalTensor)}
-        name = getattr(func, "__name__", "")
-        if len(placements) < 2 or name in _WRITERS or name.endswith("_"):
+        if len(placements) < 2 or getattr(func, "__name__", "") == "backward":
             return args, kwargs
         latest = max((t for t in given if isinstance(t, GlobalTensor)), key=lambda t: _or_first(self.of(t).meta.get("reached")))
         where = self.here or latest._spec.placement
+        if writes(func) and not lies_at(given[0], where):
+            return args, kwargs
         with self:
             these = [self.brought(t, where) if isinstance(t, GlobalTensor) and t._spec.placement is not where else t for t in given]
         return replaced(args, found := iter(these)), replaced(kwargs, found)
