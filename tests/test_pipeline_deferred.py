@@ -145,6 +145,22 @@ def test_an_input_that_was_written_to_is_told() -> None:
         later.run()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("lighter", [False, True])
+def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: torch.dtype) -> None:
+    shapes = [(2, 3, 5), (2, 5, 4)] if dtype is torch.float64 else [(3, 5), (5, 4)]
+    given, theirs = ([t.detach().to(dtype).requires_grad_() for t in operands(shapes)] for _ in range(2))
+    later = Later()
+    with later.recording():
+        out = (deferred.lighter_matmul if lighter else deferred.matmul)(*given)
+    with later.holding():
+        (out * 1j if dtype.is_complex else out).abs().sum().backward()
+    assert later.waiting == 0
+    want = torch.matmul(*theirs)
+    (want * 1j if dtype.is_complex else want).abs().sum().backward()
+    same([t.grad for t in given], [t.grad for t in theirs])
+
+
 def test_results_that_nobody_differentiates() -> None:
     """Of two products one reaches the loss; and where nobody asks for gradients, none is put off."""
     x, w, v = operands([(5, 3), (4, 3), (4, 3)])

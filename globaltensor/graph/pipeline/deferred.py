@@ -163,11 +163,11 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` with a real matrix, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a
-    constant, and its gradient comes with `Later.run` alone, also after a backward pass that holds nothing."""
+    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a constant, and its
+    gradient comes with `Later.run` alone, also after a backward pass that holds nothing."""
     later = _current.get()
     # Among products that fill the caches, each step of Python takes several times what it does in a loop of its own: no more of them than these.
-    if later is None or any_autocast() or not (input.requires_grad and _waits(weight) and (bias is None or _waits(bias))):
+    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(weight) and _waits(weight) and (bias is None or _waits(bias))):
         return linear(input, weight, bias)
     return _told(F.linear(input, weight.detach(), None if bias is None else bias.detach()), input, weight, bias, False, later)
 
@@ -175,9 +175,13 @@ def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
     """`matmul`, likewise."""
     later = _current.get()
-    if later is None or any_autocast() or not (input.requires_grad and _waits(other)):
+    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(other) and _waits(other)):
         return matmul(input, other)
     return _told(torch.matmul(input, other.detach()), input, other, None, True, later)
+
+
+def _real_matrix(t: Tensor) -> bool:
+    return t.ndim == 2 and not t.is_complex()
 
 
 def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
