@@ -36,16 +36,13 @@ parts_of = torch._C._nn.unflatten_dense_tensors
 
 def call_after_accumulation(leaf: torch.Tensor) -> None:
     """Call the hooks that torch runs once a gradient has been added to ``leaf.grad``; torch runs them at the end of a backward pass only (2.1)."""
-    hooks = leaf._post_accumulate_grad_hooks
-    if hooks:
-        for hook in list(hooks.values()):
-            hook(leaf)
+    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+        hook(leaf)
 
 
 def computed_by(t: torch.Tensor) -> torch.autograd.graph.Node | None:
     """The op that computed what ``t`` is or is a view of; it stays in the graph when someone writes to the view, whose own op then does not."""
-    base = t._base
-    return t.grad_fn if base is None else base.grad_fn
+    return (t if t._base is None else t._base).grad_fn
 
 
 def fake_tensors() -> Any:
@@ -106,8 +103,7 @@ def twin_of_kernel(kernel: Any) -> Any:
     """The function of torch with a kernel's name and arguments: torch's functions are generated from the kernels. None where there is none."""
     full = kernel._qualified_op_name if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel.name()
     space, _, name = full.partition("::")
-    name = name.split(".")[0]
-    found = (getattr(where, name, None) for where in (torch, torch.Tensor, torch._C._nn))
+    found = (getattr(where, name.split(".")[0], None) for where in (torch, torch.Tensor, torch._C._nn))
     return next(filter(None, found), None) if space == "aten" else None
 
 
@@ -171,8 +167,7 @@ softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softm
 
 def default_store() -> Any:
     """The store by which the ranks have met. Public names give groups only."""
-    c10d: Any = torch.distributed.distributed_c10d
-    return c10d._get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta) -> torch.distributed.ProcessGroup:
@@ -182,8 +177,7 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
     with different histories wait for each other for ever (seen with torch 2.13).
     """
     c10d: Any = torch.distributed.distributed_c10d
-    store = default_store()
-    group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), store, name, timeout=timeout)
+    group, _ = c10d._new_process_group_helper(len(ranks), ranks.index(rank), list(ranks), c10d.Backend(backend), default_store(), name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
 
