@@ -102,8 +102,8 @@ def _rows(given: Any) -> list[int]:
 def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock) -> Plan:
     """Mesh, stages, micro-batches, recomputation and shares are searched too. What needs neither stages nor micro-batches is a plan on one mesh, whose other
     ways are priced with it; beside one in stages the known ways on one axis are."""
-    done = everything(lambda n: calls_of_model(model, *_of_batch(given, n)), _rows(given)[0], cluster, None, options, None, left(_BROAD))
-    calls = calls_of_model(model, *given)
+    calls, rows = calls_of_model(model, *given), _rows(given)[0]
+    done = everything(lambda n: calls if n == rows else calls_of_model(model, *_of_batch(given, n)), rows, cluster, None, options, None, left(_BROAD))
     one = len(done.choices["stages"]) == 1 and done.choices["micro_batches"] == 1 and not done.choices["recompute"] and not done.choices["zero"]
     where = mesh_of(done.choices["mesh"] if one else None, cluster)
     recipes = recipes_of(model, calls, where)

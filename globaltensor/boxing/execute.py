@@ -6,14 +6,14 @@ A result may share memory with the input (a slice is a view, a mask keeps the te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 
 from ..distributed.world import World, world
-from .moves import Box, Move, gives, takes
+from .moves import LOCAL, Box, Move, gives, takes
 from .planner import Plan
 
 __all__ = ["run"]
@@ -42,20 +42,21 @@ def run(route: Plan, local: Tensor) -> Tensor:
     A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
     """
     here = world()
-    program = route.programs.get(here.rank)
+    key = ~here.rank if here.dry else here.rank
+    program = route.programs.get(key)
     if program is None:
-        program = route.programs[here.rank] = _compile(route, here.rank)
+        program = route.programs[key] = _compile(route, here.rank, _STEPS if key == here.rank else _DRY_STEPS)
     local = local.detach()
     for step in cast("list[Step]", program):
         local = step(local, here)
     return local
 
 
-def _compile(route: Plan, rank: int) -> list[Step]:
+def _compile(route: Plan, rank: int, steps: Mapping[str, Callable[[Move, int], Step | None]]) -> list[Step]:
     program = []
     for move in route.moves:
         if rank in move.src.placement._coordinates or rank in move.dst.placement._coordinates:
-            step = _STEPS[move.kind](move, rank)
+            step = steps[move.kind](move, rank)
             if step is not None:
                 carrier = _CARRIERS.get(move.src.dtype)
                 program.append(step if carrier is None or move.kind in ("all_reduce", "reduce_scatter") else _carried(step, carrier, move.dst.dtype))
@@ -259,3 +260,21 @@ _STEPS: Final[dict[str, Callable[[Move, int], Step | None]]] = {
     "all_to_all": _all_to_all,
     "exchange": _exchange,
 }
+
+
+def _meet(move: Move, rank: int) -> Step | None:
+    """Of a move that needs other ranks, where nothing is sent: what comes has the right shape."""
+    src, dst = move.src, move.dst
+    peers = _peers(move, rank) if move.axes else tuple(sorted({*src.placement.flat, *dst.placement.flat}))
+    shape, type_, receives = dst.local_shape(rank), dst.placement.type, rank in dst.placement._coordinates
+    if move.kind == "all_reduce" and 0 in shape:
+        return None
+
+    def step(t: Tensor, here: World) -> Tensor:
+        here.comm(peers).barrier()
+        return torch.empty(shape, dtype=t.dtype, device=t.device if move.axes else here.device(type_) if receives else here.outside(type_))
+
+    return step
+
+
+_DRY_STEPS: Final = {kind: step if kind in LOCAL else _meet for kind, step in _STEPS.items()}

@@ -5,6 +5,7 @@ What ranks want may overlap, so no layout says it. The backward of a fetch gives
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..distributed.world import world
 from . import log
 
-__all__ = ["Interval", "Reach", "fetch", "share"]
+__all__ = ["Interval", "Reach", "fetch", "most_fetched", "share"]
 
 Interval = tuple[int, int]  # from, up to
 
@@ -29,7 +30,7 @@ class Reach:
 
     def __init__(self, ranks: Sequence[int], rank: int, held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> None:
         self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
-        every = [list(_chunks(held, intervals)) for intervals in wanted]
+        every = _chunks(held, wanted)
         #: (index of the holder, offset in its part, length), as they lie in what is fetched here
         self.chunks = every[self.index]
         self.length = sum(n for _, _, n in self.chunks)
@@ -46,12 +47,26 @@ class Reach:
         return found
 
 
-def _chunks(held: Sequence[Interval], intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
-    for start, stop in intervals:
-        for q, (a, b) in sorted(enumerate(held), key=lambda item: item[1]):
-            low, high = max(start, a), min(stop, b)
-            if low < high:
-                yield q, low - a, high - low
+def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> int:
+    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as `Reach` has them."""
+    return max(sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted)))
+
+
+def _chunks(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> list[list[tuple[int, int, int]]]:
+    """For each rank what it wants as (index of the holder, offset in its part, length), side by side."""
+    order = sorted((a, b, q) for q, (a, b) in enumerate(held) if a < b)
+    ends = [b for _, b, _ in order]
+    return [[chunk for interval in intervals for chunk in _parts(order, ends, interval)] for intervals in wanted]
+
+
+def _parts(order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval: Interval) -> Iterator[tuple[int, int, int]]:
+    start, stop = interval
+    for k in range(bisect.bisect_right(ends, start), len(order)):
+        a, b, q = order[k]
+        low, high = max(start, a), min(stop, b)
+        if low >= high:
+            return
+        yield q, low - a, high - low
 
 
 def fetch(local: Tensor, dim: int, reach: Reach) -> Tensor:

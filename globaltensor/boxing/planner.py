@@ -35,7 +35,7 @@ class Plan:
         self.src, self.dst, self.moves = src, dst, moves
         self.bytes: int = sum(m.bytes for m in moves)
         self.seconds: float = sum(m.seconds for m in moves)
-        self.programs: dict[int, object] = {}  # what `execute` compiled, by rank
+        self.programs: dict[int, object] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
 
     @property
     def is_noop(self) -> bool:

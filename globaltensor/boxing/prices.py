@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..placement import Placement
 from ..spec import Spec
-from .moves import LOCAL, Layout, giver, holders_of
+from .moves import LOCAL, Box, Layout, giver, holders_of
 
 __all__ = ["RELAID", "Prices", "prices_of"]
 
@@ -20,6 +21,7 @@ _MOST_TENSORS: Final = 256
 #: What handles pieces along a dim: they may have to be laid in another order, which counts where copies were measured.
 RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
 
+Table: TypeAlias = NDArray[np.int64]
 Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 
 
@@ -135,46 +137,77 @@ def _first(dim: int, spec: Spec) -> bool:
     return all(n == 1 for n in spec.local_shape(spec.placement.flat[0])[:dim])
 
 
-Corners = tuple[NDArray[np.int64], NDArray[np.int64]]
+class _Lie(NamedTuple):
+    """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once, [boxes, dims]. ``first``, ``last``: of each dim the
+    different intervals of it that some rank has; the boxes are all combinations of one of each dim."""
+
+    low: Table
+    high: Table
+    once_low: Table
+    once_high: Table
+    first: tuple[Table, ...]
+    last: tuple[Table, ...]
+
+    @property
+    def sizes(self) -> Table:
+        return _sizes(self.low, self.high)
 
 
 @lru_cache(maxsize=1 << 10)
-def _corners(spec: Spec) -> tuple[Corners, Corners]:
-    """(first elements, behind the last ones) of the different boxes of a layout, then of each rank's, one row for each."""
-
-    def both(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Corners:
+def _lie(spec: Spec) -> _Lie:
+    def both(boxes: Sequence[Box]) -> tuple[Table, Table]:
         table = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, spec.ndim)
         return table[:, 0], table[:, 0] + table[:, 1]
 
-    return both(holders_of(spec)[2]), both([spec.box(r) for r in spec.placement.flat])
+    once = both(holders_of(spec)[2])
+    first, last = (tuple(np.unique(table[:, d]) for d in range(spec.ndim)) for table in once)
+    return _Lie(*both([spec.box(r) for r in spec.placement.flat]), *once, first, last)
+
+
+def _sizes(low: Table, high: Table) -> Table:
+    """Elements of boxes, 0 where one ends before it begins."""
+    return np.maximum(high - low, 0).prod(-1, dtype=np.int64)
+
+
+def _meeting(there: _Lie, low: Table, high: Table) -> Table:
+    """How many different boxes of a layout each of these, none empty, meets."""
+    counts = np.ones(len(low), dtype=np.int64)
+    for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
+        counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(last, low[:, d], "right")
+    return counts
 
 
 def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int, int] | None]:
-    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if any do) of an exchange without partials."""
-    ranks, holders, _ = holders_of(src)
-    (low, high), (low_there, high_there) = _corners(src)[0], _corners(dst)[1]
-    wanted = dst.placement.flat
-    lengths = np.minimum(high[:, None], high_there[None]) - np.maximum(low[:, None], low_there[None])
-    overlap = np.maximum(lengths, 0).prod(-1)
-    for column, r in enumerate(wanted):
-        if r in ranks:
-            overlap[ranks[r], column] = 0  # what a rank has it need not fetch
-    meeting = overlap > 0
-    if not meeting.any():
+    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if any do) of an exchange without partials.
+
+    Every element lies on as many ranks of a placement as every other, so that sums tell what pairs of boxes would.
+    """
+    number, holders, _ = holders_of(src)
+    here, there, wanted = _lie(src), _lie(dst), dst.placement.flat
+    own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
+    both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
+    at, of = (np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ())))
+    own[at] = _sizes(np.maximum(here.once_low[of], there.low[at]), np.minimum(here.once_high[of], there.high[at]))
+    received, filled = there.sizes - own, there.sizes > 0
+    if not received.any():
         return 0, 0, None
-    counts = np.array([len(h) for h in holders])
-    received, sent = overlap.sum(0).max(), -(-overlap.sum(1) // counts)
-    peers = max(int(meeting.sum(0).max()), int((-(-meeting.sum(1) // counts)).max()))
-    pair = _far_pair(src, wanted, meeting, node_size) if node_size else None
-    return int(max(received, sent.max())) * src.dtype.itemsize, peers, pair
+    copies, takers, meets = len(holders[0]), len(holders_of(dst)[1][0]), np.minimum(own, 1)
+    sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(of, own[at], len(holders)).astype(np.int64)
+    givers = _meeting(here, there.low[filled], there.high[filled]) - meets[filled]
+    takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(of, meets[at], len(holders)).astype(np.int64)
+    peers = max(int(givers.max()), -(-int(takes.max()) // copies))
+    pair = _far_pair(src, dst, node_size) if node_size else None
+    return max(int(received.max()), -(-int(sent.max()) // copies)) * src.dtype.itemsize, peers, pair
 
 
-def _far_pair(src: Spec, wanted: tuple[int, ...], meeting: NDArray[np.bool_], node_size: int) -> tuple[int, int] | None:
+def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
+    wanted = dst.placement.flat
     if len({r // node_size for r in (*src.placement.flat, *wanted)}) == 1:
         return None
-    for number, turn in zip(*np.nonzero(meeting), strict=True):
-        taker = wanted[turn]
-        other = giver(src, int(number), taker, int(turn))
-        if other // node_size != taker // node_size:
-            return taker, other
+    here, there = _lie(src), _lie(dst)
+    for number, (low, high) in enumerate(zip(here.once_low, here.once_high, strict=True)):
+        for turn in np.flatnonzero((np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)).tolist():
+            other = giver(src, number, wanted[turn], turn)
+            if other // node_size != wanted[turn] // node_size:
+                return wanted[turn], other
     return None

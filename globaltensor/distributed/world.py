@@ -35,6 +35,7 @@ _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interp
 class World(ABC):
     """The ranks of a job, seen by one of them. ``nodes`` counts machines; ``trace`` is where collectives are recorded, if anywhere."""
 
+    dry = False  # whether nothing is sent, and of what would come only the shape is asked for: what takes many rounds may leave them out
     pace: Any = None  # what compares this rank's ops with those of the others (globaltensor.pace), if anything
     reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
 

@@ -31,6 +31,11 @@ class DryComm(Comm):
             raise Untraceable
         self.world.met += 1
 
+    def barrier(self) -> None:
+        """Note that ranks would have met."""
+        if self.size > 1:
+            self._swap({}, {}, torch.device("cpu"))
+
     def all_gather_object(self, value: object) -> list[Any]:
         """What ranks tell each other about shapes they do tell, while they capture: all run build() at the same time."""
         if len(self.ranks) != self.world.size:
@@ -52,6 +57,8 @@ class Left(GraphError):
 
 class DryWorld(World):
     """The world as it is, but nothing is sent."""
+
+    dry = True
 
     def __init__(self, real: World) -> None:
         super().__init__(real.rank, real.size, real.local_rank, real.node_size)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..boxing.halo import Interval, Reach, fetch
+from ..boxing.halo import Interval, Reach, fetch, most_fetched
 from ..cluster import current_cluster
 from ..spec import Spec
 from .halo import fibers, interval, is_spread
@@ -52,10 +52,9 @@ def _ranks(spec: Spec, dim: int) -> tuple[int, ...]:
 
 def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]) -> float:
     """What it costs that the ranks of a dim of ``spec``, of which they hold ``held``, fetch what they want."""
-    ranks = _ranks(spec, dim)
-    most = max(sum(Reach(ranks, r, held, wanted).taken().values()) for r in ranks)
+    most = most_fetched(held, wanted)
     each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[dim])
-    return current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, ranks) if most else 0.0
+    return current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, _ranks(spec, dim)) if most else 0.0
 
 
 def cut(split: Split, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], Sequence[Tensor]] | None:

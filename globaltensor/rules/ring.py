@@ -227,6 +227,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Te
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp of the rows as they are worked on)."""
+    if _dry(way):
+        lead = shared(q, k, v)
+        return q.new_empty(*lead, q.shape[-2], v.shape[-1]), q.new_empty(*lead, _worked_on(way), 1, dtype=_kind(q))
     shares = _shares(q, k, v, way)
     if len(shares) == 1:
         return _some_forward(q, k, v, mask, way)
@@ -238,6 +241,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
         of(out).copy_(some)
         of(total).copy_(its)
     return out, total
+
+
+def _dry(way: Way) -> bool:
+    """Whether nobody looks at more than shapes. Ranks still meet, once."""
+    here = world()
+    if here.dry:
+        for ranks in (way.ring, way.merged):
+            here.comm(ranks).barrier()
+    return here.dry
 
 
 def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
@@ -347,7 +359,9 @@ def _backward(
     grad = grad.clone() if _torch.is_zero_tensor(grad) else grad
     slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
     shares = _shares(q, k, v, way)
-    if len(shares) == 1:
+    if _dry(way):
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    elif len(shares) == 1:
         found = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
     else:
         # Keys that several parts have in common get the sum of their gradients.
