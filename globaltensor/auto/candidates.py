@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..boxing.moves import Layout
+from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import Sbp, broadcast, split
 from ..spec import Spec
@@ -22,7 +23,7 @@ from .prices import Prices
 from .signatures import Signature, composed, signatures
 from .work import Work, work_of
 
-__all__ = ["Candidates", "Menu", "fills"]
+__all__ = ["Candidates", "Menu", "fills", "roofline"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST = 1024  # candidates of a call; beyond that those that divide least are dropped
@@ -188,11 +189,18 @@ class Menu:
         """Seconds of both passes by the roofline."""
         prices = self.prices
         nbytes = sum(v.dtype.itemsize * prices.local(v.shape, layout) for v, layout in zip((*operands, *results), (*come, *lie), strict=True))
-        dtype = next((v.dtype for v in (*results, *operands) if v.dtype.is_floating_point), (results or operands)[0].dtype)
-        forward = prices.cluster.compute(work.flops * share, nbytes, dtype)
-        if not (self.training and work.backward):
-            return forward, 0.0
-        return forward, prices.cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
+        return roofline(prices.cluster, operands, results, work, share, nbytes, self.training)
+
+
+def roofline(
+    cluster: Cluster, operands: Sequence[Value], results: Sequence[Value], work: Work, share: float, nbytes: float, training: bool
+) -> tuple[float, float]:
+    """Seconds of both passes of a part of a call's work, ``nbytes`` of operands and results among it."""
+    dtype = next((v.dtype for v in (*results, *operands) if v.dtype.is_floating_point), (results or operands)[0].dtype)
+    forward = cluster.compute(work.flops * share, nbytes, dtype)
+    if not (training and work.backward):
+        return forward, 0.0
+    return forward, cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
 
 
 #: What calls do, for all meshes: asking is slow where a call is a composition.

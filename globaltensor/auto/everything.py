@@ -18,6 +18,7 @@ from ..graph.pipeline import promise
 from ..placement import Placement
 from .batches import Batches
 from .calls import Calls
+from .candidates import roofline
 from .formulate import Options, bucket_of
 from .meshes import divisors, meshes
 from .parts import QUANTITIES, Ground
@@ -170,18 +171,19 @@ class _Search:
         return (micros + stages - 1) / micros
 
     def _ideal(self, stages: int, micros: int) -> float:
-        """Seconds of computing all micro-batches if all work were shared evenly and nothing moved: arithmetic at the pace of kernels of this size."""
+        """Seconds of computing all micro-batches if all work were shared evenly and nothing moved. Where calls were measured they may take less than the
+        roofline has them read and write."""
         key = stages, micros
         if key not in self._ideals:
             calls, found, share = self.batches.at(self.batches.batch // micros), 0.0, stages / self.devices
             for kind, first in enumerate(self.chain.first):
                 many = self.chain.kinds.count(kind)
                 for number in self.chain.segments[first].calls:
-                    work = work_of(calls.calls[number], calls.values)
-                    if work.flops:
-                        dtype = next((calls.values[v].dtype for v in calls.calls[number].outs), None)
-                        passes = 1 + (work.backward if calls.training else 0.0)
-                        found += many * self.cluster.compute(work.flops * passes * share, 0.0, dtype)
+                    call, values = calls.calls[number], calls.values
+                    work, operands, results = work_of(call, values), [values[v] for v in call.operands], [values[v] for v in call.outs]
+                    nbytes = 0.0 if self.cluster.ops else share * sum(v.nbytes for v in (*operands, *results))
+                    if not work.view and (work.flops or nbytes):
+                        found += many * sum(roofline(self.cluster, operands, results, work, share, nbytes, calls.training))
             self._ideals[key] = self.options.computation * found * micros / stages
         return self._ideals[key]
 

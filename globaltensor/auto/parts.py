@@ -202,7 +202,8 @@ class Part:
     options: list[Any] = field(default_factory=list)  # what the strategies of a node are
     node_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ("call" | "value" | "face", number) -> node
     exact: bool = True  # whether all options have been considered
-    most: int = 0  # of a node, where not all are; 0: all
+    #: Of a node, where not all are: with hubs free to lie as suits this segment (True), and where they lie as elsewhere.
+    most: dict[bool, int] = field(default_factory=dict)
     _solved: dict[Any, Matrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -393,9 +394,10 @@ class Part:
 
     def _least(self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]]) -> tuple[Eliminated, dict[int, Sequence[int]]]:
         """Eliminate all but the ends, and the hubs that are active; with the options, by number, that nodes have been kept to. Where tables would be too wide,
-        these are fewer and fewer: those that are cheapest by themselves, and the first."""
+        these are fewer and fewer: those that are cheapest by themselves, and the first. Raises TooWide where hubs could have fewer instead."""
         ends = [*active, self.taken, self.gave]
-        most = self.most or max(self.sizes.values())
+        loose = len(active) < len(self.hubs)
+        most = self.most.get(loose) or max(self.sizes.values())
         while True:
             kept = dict(active)
             kept |= {n: _cheapest(n, factors, most) for n, size in self.sizes.items() if n not in ends and size > most}
@@ -403,7 +405,9 @@ class Part:
             try:
                 return eliminate({n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()}, fewer, ends, _WIDEST), kept
             except TooWide:
-                self.most = most = most // 2
+                if any(len(those) > 1 for those in active.values()):
+                    raise
+                self.most[loose] = most = most // 2
                 self.exact = False
 
     def strategies(self, weights: Weights, recomputed: bool, ends: tuple[int, ...]) -> dict[tuple[str, int], int]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .minplus import TooWide
 from .parts import NEVER, QUANTITIES, Ground, Weights
 from .ranges import Ranges, Table, runs
 
@@ -169,10 +170,17 @@ class Cutting:
             ground.active = active
             return np.asarray(self._chain(Ranges(ground, weights)).score.min((1, 2)))
 
+        def costs(best: dict[int, list[int]], h: int) -> Sequence[float]:
+            numbers = range(len(ground.hubs[h]))
+            try:
+                return cost({**best, h: list(numbers)}).tolist()  # type: ignore[no-any-return]
+            except TooWide:
+                return [float(cost({**best, h: [k]}).min()) for k in numbers]
+
         best = min(ground.starts(), key=lambda active: float(cost(active).min()))
         for h in sorted(ground.hubs, key=lambda h: -ground.calls.values[h].nbytes):
-            number = int(cost({**best, h: list(range(len(ground.hubs[h])))}).argmin())
-            best = {**best, h: [number]}
+            found = costs(best, h)
+            best = {**best, h: [found.index(min(found))]}
         ground.active = best
         self._ranges, self._known = [], {}
         self.first = self.ranges(0)
