@@ -100,7 +100,7 @@ class _Search:
     @property
     def least(self) -> float:
         """Seconds of the best plan so far."""
-        return self.found[0].seconds if self.found else math.inf
+        return self.found[0].cost if self.found else math.inf
 
     @property
     def bound(self) -> float:
@@ -197,10 +197,12 @@ class _Search:
         if settled is not None:
             ground.active = settled
         free = Cutting(ground, micros, stages, None)
-        bound = free.evenly()
-        self._raise(setting, bound * micros / (micros + stages - 1) * self._factor(stages, micros))
+        part = micros / (micros + stages - 1) * self._factor(stages, micros)
+        self._raise(setting, free.evenly() * part)
+        if self.bounds[setting[1:]] < self.least * 1.02:
+            self._raise(setting, free.evenly(sides=True) * part)
         if setting[1:] in self.once:
-            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5))
+            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5, True))
         if self.bounds[setting[1:]] >= self.least * 1.02:
             return
         free.settle()
@@ -220,7 +222,8 @@ class _Search:
         """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
         _, stages, micros, _ = setting
         bubble = evenly * (stages - 1) / (micros + stages - 1)
-        kept = {"interleaved": 0.5, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": max(0.0, 1 - micros / (2 * stages - 1))}.get(schedule, 1.0)
+        short = max(0.0, 1 - micros / (2 * stages - 1))
+        kept = {"interleaved": 0.5, "zb-h1": 1 / 3, "zb-h2": (1 + short) / 3, "zb-v": (0.5 + short) / 3}.get(schedule, 1.0)
         return evenly - (1 - kept) * bubble
 
     def _raise(self, setting: Setting, bound: float) -> None:
@@ -266,18 +269,9 @@ class _Search:
         moved = [float(crossing.seconds(c)[f]) for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)]
         times, steps = [float(o.time[e]) for o, e in zip(offers, ends, strict=True)], [float(o.step[e]) for o, e in zip(offers, ends, strict=True)]
         cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
-        beside = [self._beside(p) for p in parts]
-        seconds = modelled(schedule, lanes, micros, [t for t, _ in beside], [u for _, u in beside], moved, forwards)
-        self.found.append(Candidate(cost, seconds, setting, schedule, lanes, found, ways, cutting))
-        self.found.sort(key=lambda c: (c.seconds, c.setting.stages, c.setting.micros, c.schedule))
+        self.found.append(Candidate(cost, setting, schedule, lanes, found, ways, cutting))
+        self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
         del self.found[3 * _SIMULATED :]
-
-    def _beside(self, parts: Any) -> tuple[float, float]:
-        """Seconds of a micro-batch and of a step where what may hide runs beside computing, as far as there is any."""
-        f, b, g, r, o = (float(parts[QUANTITIES.index(q)]) for q in "FBGRO")
-        halves = (g / 2, g / 2) if b else (g, 0.0)
-        computing = self.cluster.beside(f, halves[0]) + self.cluster.beside(b, halves[1])
-        return computing, o + self.cluster.beside(b, halves[1] + r) - self.cluster.beside(b, halves[1])
 
     def _reschedule(self, until: float) -> None:
         """Other schedules, for the pipelines that would be best without their bubble."""
@@ -336,7 +330,7 @@ class _Search:
                 ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
                 cutting = Cutting(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
                 cutting.settle()
-                cutting.settle(len(_PRICES) - 1)
+                cutting.settle(-1)
                 found = least_memory(cutting, stages, [float(min(micros, stages - i)) for i in range(stages)])
                 if found < least:
                     least, where = found, f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} micro-batches"

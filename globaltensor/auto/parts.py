@@ -27,7 +27,7 @@ from .minplus import Eliminated, Factor, TooWide, eliminate
 from .prices import Prices, duals
 from .segments import Chain, Segment
 
-__all__ = ["NEVER", "QUANTITIES", "Ground", "Matrix", "Part", "Stored", "Weights"]
+__all__ = ["NEVER", "QUANTITIES", "SMALL", "Ground", "Matrix", "Part", "Stored", "Weights"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Costs = dict[str, Array]
@@ -35,6 +35,7 @@ QUANTITIES: Final = "FBGROPAX"
 #: Seconds of what cannot be done: finite, so that it may be multiplied by nothing.
 NEVER: Final = 1e15
 _WIDEST: Final = 1 << 21  # entries of a table
+SMALL: Final = 1 / 64  # of the bytes of the largest value
 
 
 class Stored(NamedTuple):
@@ -47,13 +48,20 @@ class Stored(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a second of a micro-batch and of a step count, and what bytes cost. ``gathers``: what part of gathering parameters counts."""
+    """What a second of a micro-batch and of a step count, and what bytes cost. ``gathers``: what part of gathering parameters counts.
+
+    Of two things at the same time, a and b, max(a, b) + seen * min(a, b) shows, which no linear cost says: (1 - h x) a + (1 - h (1 - x)) b with h = 1 - seen is
+    no more, for any x in [0, 1], and for some x as much. ``gathering`` is the x of computing (a) and gathering, ``summing`` that of the last backward pass and
+    summing gradients: 0 where computing is longer.
+    """
 
     time: float
     step: float
     kept: float = 0.0
     activations: float = 0.0
     gathers: float = 1.0
+    gathering: float = 0.0
+    summing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,15 @@ class Ground:
         return {"P": whole + np.where(zero == 2, own, whole) + states * own, "O": step + again}
 
 
+class Pairs(NamedTuple):
+    """Of a node whose options are pairs of layouts: the option without a second layout that each has the first one of, how many calls take the value, and
+    whether it is small."""
+
+    alone: tuple[int, ...]
+    takers: int
+    small: bool
+
+
 @dataclass
 class Part:
     """One kind of segment on a ground: nodes and edges with their costs, ready to be weighted and minimised."""
@@ -201,9 +218,11 @@ class Part:
     edges: list[tuple[int, int, Costs]] = field(default_factory=list)
     options: list[Any] = field(default_factory=list)  # what the strategies of a node are
     node_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ("call" | "value" | "face", number) -> node
-    exact: bool = True  # whether all options have been considered
-    #: Of a node, where not all are: with hubs free to lie as suits this segment (True), and where they lie as elsewhere.
-    most: dict[bool, int] = field(default_factory=dict)
+    exact: bool = True  # whether all options have been considered, where hubs lie as elsewhere
+    sound: bool = True  # whether nothing can be better than what is found for this segment alone
+    pairs: dict[int, Pairs] = field(default_factory=dict)
+    #: How often there were too many options: where hubs lie as suits this segment (True), and where they lie as elsewhere.
+    fewer: dict[bool, int] = field(default_factory=dict)
     _solved: dict[Any, Matrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -311,6 +330,9 @@ class Part:
         if value.saved and g.calls.training:
             costs["A"] = g.bytes(value, [x for x, _ in pairs]) + np.array([0.0 if y is None else g.bytes(value, [y])[0] for _, y in pairs])
         node = self._node("value", value.number, pairs, costs)
+        if several:
+            largest = max(g.calls.values[v].nbytes for v in self.takers)
+            self.pairs[node] = Pairs(tuple(pairs.index((x, None)) for x, _ in pairs), len(self.takers[value.number]), value.nbytes < SMALL * largest)
         first = np.array([[0.0 if x == p[0] else NEVER for p in pairs] for x in made])
         self._edge(before, node, {"F": first})
 
@@ -356,16 +378,24 @@ class Part:
     def solve(self, weights: Weights, recomputed: bool = False, loose: bool = False) -> Matrix:
         """The best inside for each combination of layouts of hubs, of those that are active, and at its ends. ``recomputed``: its forward runs again in
         backward, and only what it takes is kept. ``loose``: hubs may lie here as suits this segment alone."""
+        if loose and not self.hubs:
+            found = self.solve(weights, recomputed)
+            if self.exact:
+                return found
         active = tuple(tuple(self.ground.active[h]) for h in self.ground.chain.hubs if h in self.segment.hubs)
         key = weights, recomputed, None if loose else active
-        found = self._solved.get(key)
-        if found is None:
-            found = self._solved[key] = self._solve(weights, recomputed, {} if loose else dict(zip(self.hubs, active, strict=True)))
-        return found
+        known = self._solved.get(key)
+        if known is None:
+            known = self._solved[key] = self._solve(weights, recomputed, None if loose else dict(zip(self.hubs, active, strict=True)))
+        return known
 
-    def _solve(self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]]) -> Matrix:
-        seen, time, step, kept, activations, gathers = self.ground.seen, *weights
-        per = {"F": time * (1 + recomputed), "B": time, "G": time * seen * gathers, "R": step * seen, "O": step, "P": kept}
+    def _solve(self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None) -> Matrix:
+        time, step, kept, activations, gathers, x, y = weights
+        hides = 1.0 - self.ground.seen
+        # All passes run beside gathering; the last backward pass of a step beside summing as well.
+        forward = time * (1 - hides * x)
+        backward, gathering = forward - step * hides * (y - x), time * (1 - hides * (1 - x)) + step * hides * (y - x) / 2
+        per = {"F": forward + recomputed * backward, "B": backward, "G": gathering * gathers, "R": step * (1 - hides * (1 - y)), "O": step, "P": kept}
         per["A"] = 0.0 if recomputed else activations
         rows: list[tuple[tuple[int, ...], Costs]] = [((i,), costs) for i, costs in enumerate(self.costs) if costs]
         rows += [((i, j), costs) for i, j, costs in self.edges]
@@ -378,6 +408,8 @@ class Part:
         for nodes, costs in rows:
             where = tuple(choice[n] for n in nodes)
             for q, amounts in costs.items():
+                if active is None:
+                    amounts = np.where(amounts < NEVER / 10, amounts, 0.0)  # where values lie in several ways at once
                 if q == "X":
                     np.maximum(parts[at[q]], amounts[where], out=parts[at[q]])
                 else:
@@ -392,23 +424,37 @@ class Part:
             score = score + activations * boundary[:, None]
         return Matrix(np.where(score < NEVER / 10, score, np.inf), parts, choice)
 
-    def _least(self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]]) -> tuple[Eliminated, dict[int, Sequence[int]]]:
-        """Eliminate all but the ends, and the hubs that are active; with the options, by number, that nodes have been kept to. Where tables would be too wide,
-        these are fewer and fewer: those that are cheapest by themselves, and the first. Raises TooWide where hubs could have fewer instead."""
+    def _least(self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None) -> tuple[Eliminated, dict[int, Sequence[int]]]:
+        """Eliminate all but the ends, and the hubs that are active (None: this segment is alone); with the options, by number, that nodes have been kept to.
+        Raises TooWide where hubs could have fewer instead.
+
+        Where tables would be too wide, nodes have fewer and fewer options: those that are cheapest by themselves, and the first. A segment alone is to give a
+        bound: there each call first finds small values as suits it, then pays an even part of second layouts, whatever those of others; only then options go.
+        """
+        alone, active = active is None, active or {}
         ends = [*active, self.taken, self.gave]
-        loose = len(active) < len(self.hubs)
-        most = self.most.get(loose) or max(self.sizes.values())
         while True:
-            kept = dict(active)
-            kept |= {n: _cheapest(n, factors, most) for n, size in self.sizes.items() if n not in ends and size > most}
-            fewer = [(nodes, _some(table, [kept.get(n) for n in nodes])) for nodes, table in factors]
+            level = self.fewer.get(alone, 0)
+            kept, tables, gone = dict(active), list(factors), level
+            if alone and level:
+                single = {n: p for n, p in self.pairs.items() if not p.small and level > 1}
+                small, gone = [n for n, p in self.pairs.items() if p.small], max(0, level - 2)
+                tables = [_spread(_apart(f, small), factors, single) for f in factors]
+                kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
+            if gone:
+                most = max(self.sizes.values()) >> gone
+                kept |= {n: _cheapest(n, factors, most, kept.get(n)) for n, size in self.sizes.items() if n not in ends and len(kept.get(n, range(size))) > most}
+            fewer = [_some(f, kept, ends) for f in tables]
             try:
                 return eliminate({n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()}, fewer, ends, _WIDEST), kept
             except TooWide:
                 if any(len(those) > 1 for those in active.values()):
                     raise
-                self.most[loose] = most = most // 2
-                self.exact = False
+                self.fewer[alone] = level + 1
+                if alone:
+                    self.sound = self.sound and level < 2
+                else:
+                    self.exact = False
 
     def strategies(self, weights: Weights, recomputed: bool, ends: tuple[int, ...]) -> dict[tuple[str, int], int]:
         """("call" | "value", number) -> its strategy in the best inside for these layouts of hubs and ends."""
@@ -416,21 +462,46 @@ class Part:
         return {name: int(choice[node][ends]) for name, node in self.node_of.items()}
 
 
-def _some(table: Array, kept: Sequence[Sequence[int] | None]) -> Array:
-    """A table for these options only."""
-    for axis, those in enumerate(kept):
-        if those is not None:
-            table = table.take(those, axis)
-    return table
+def _some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
+    """A table for these options only; what has but one joins nothing, so that it is no variable of it."""
+    nodes, table = factor
+    for axis, n in enumerate(nodes):
+        if n in kept:
+            table = table.take(kept[n], axis)
+    single = tuple(axis for axis, n in enumerate(nodes) if n not in ends and len(kept.get(n, nodes + nodes)) == 1)
+    return tuple(n for axis, n in enumerate(nodes) if axis not in single), table.squeeze(single)
 
 
-def _cheapest(node: int, factors: Sequence[Factor], most: int) -> list[int]:
-    """The first option and those that cost least, whatever the neighbours do."""
+def _apart(factor: Factor, values: Sequence[int]) -> Factor:
+    """A table between one of some values and a call as if the value lay as suits that call."""
+    nodes, table = factor
+    if len(nodes) < 2 or not set(nodes) & set(values):
+        return factor
+    axis = 0 if nodes[0] in values else 1
+    return (nodes[1 - axis],), table.min(axis)
+
+
+def _spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs]) -> Factor:
+    """A table from a value to a call that takes it as if each such call paid an even part of whatever second layout is best for it: never more than with those
+    there are."""
+    nodes, table = factor
+    if len(nodes) < 2 or nodes[0] not in single:
+        return factor
+    alone, takers, _ = single[nodes[0]]
+    own = sum((t for n, t in factors if n == nodes[:1]), np.zeros(len(alone)))
+    least = table.copy()
+    np.minimum.at(least, list(alone), table + ((own - own[list(alone)]) / takers)[:, None])
+    return nodes, least
+
+
+def _cheapest(node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None) -> list[int]:
+    """Of those kept the first and those that cost least, whatever the neighbours do."""
     total: Any = 0.0
     for nodes, table in factors:
         if node in nodes:
             total = total + (table if len(nodes) == 1 else table.min(1 - nodes.index(node)))
-    return sorted({0, *(int(k) for k in np.argsort(total, kind="stable")[: most - 1])})
+    some = [int(k) for k in np.argsort(total, kind="stable") if kept is None or int(k) in kept]
+    return sorted({0 if kept is None else kept[0], *some[: most - 1]})
 
 
 def _weighted(costs: Mapping[str, Array], per: Mapping[str, float]) -> Array:

@@ -31,11 +31,9 @@ class Setting(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A plan by the model: chunks of segments on lanes of devices, the layouts between them, and how each runs. ``seconds``: the same formula as ``cost``,
-    but what runs beside computing is priced as the simulator does."""
+    """A plan by the model: chunks of segments on lanes of devices, the layouts between them, and how each runs."""
 
     cost: float
-    seconds: float
     setting: Setting
     schedule: str
     lanes: tuple[int, ...]
@@ -50,7 +48,8 @@ def modelled(
     """The time of a step by a schedule's formula: every lane works through all micro-batches; before and after, the pipeline fills and drains.
 
     1f1b and gpipe: sum of t + max of (m - 1) t + u. Others: the busiest lane's m t + u, and a bubble: of (p - 1) / v stages' t (interleaved, v chunks a lane),
-    of p - 1 stages' forward (zb-h1, where the backward of weights fills the rest), of none (zb-v, from 2 p - 1 micro-batches on).
+    of p - 1 stages' forward (zb-h1, where the backward of weights fills the rest), of half of that (zb-v, whose lanes start one after the other as soon as half
+    of a stage has gone forward; from 2 p - 1 micro-batches on, else more). zb-h2, as it is simulated, gains nothing on zb-h1 in a step by itself.
     """
     count = max(lanes) + 1
     work = [sum(t for t, where in zip(times, lanes, strict=True) if where == lane) for lane in range(count)]
@@ -58,8 +57,8 @@ def modelled(
     if schedule in ("1f1b", "gpipe"):
         return sum(work) + max((micros - 1) * t + u for t, u in zip(work, own, strict=True)) + sum(transfers)
     chunks = len(lanes) // count
-    even, short = sum(work) / count, max(0.0, 1 - micros / (2 * count - 1))
-    bubble = {"interleaved": (count - 1) * even / chunks, "zb-h1": (count - 1) / count * sum(forwards)}.get(schedule, (count - 1) * even * short)
+    filling, short = (count - 1) / count * sum(forwards), max(0.0, 1 - micros / (2 * count - 1))
+    bubble = {"interleaved": (count - 1) * sum(work) / len(lanes), "zb-h1": filling, "zb-h2": filling * (1 + short)}.get(schedule, filling * (0.5 + short))
     return max(micros * t + u for t, u in zip(work, own, strict=True)) + bubble + sum(transfers) / chunks
 
 

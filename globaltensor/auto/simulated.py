@@ -79,7 +79,8 @@ def step(stages: Sequence[Stage], name: str, lanes: Sequence[int], micros: int, 
     last = [0.0] * (max(lanes) + 1)
     for k, lane in enumerate(lanes):
         s = stages[k]
-        last[lane] += cluster.beside(s.backward, s.sums) - s.backward + s.updates
+        behind = s.gathers / 2 if s.backward else 0.0
+        last[lane] += cluster.beside(s.backward, behind + s.sums) - cluster.beside(s.backward, behind) + s.updates
     travel = {
         (k, k + 1): cluster.seconds("send", s.sent, (s.first, stages[k + 1].first)) for k, s in enumerate(stages[:-1]) if s.sent and lanes[k] != lanes[k + 1]
     }

@@ -11,18 +11,28 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from .minplus import TooWide
-from .parts import NEVER, QUANTITIES, Ground, Weights
+from .parts import NEVER, QUANTITIES, SMALL, Ground, Weights
 from .ranges import Ranges, Table, runs
 
 __all__ = ["Cutting", "Offers", "Way", "divide", "least_memory", "total"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _AT = {q: k for k, q in enumerate(QUANTITIES)}
+_SIDES: Final = (0.5, 1.0)
+
+
+class Look(NamedTuple):
+    """What layouts are searched for: a price of memory, as seconds of the whole step for as much as the limit, or what is longer of what runs at the same time
+    (`Weights`)."""
+
+    price: float = 0.0
+    gathering: float = 0.0
+    summing: float = 0.0
 
 
 class Way(NamedTuple):
@@ -57,17 +67,41 @@ class Cutting:
         self.kinds = ground.chain.kinds
         self.recompute = recompute and ground.calls.training
         self.prices = prices
+        self._forget()
+
+    def _forget(self) -> None:
         self._ranges: list[Ranges] = []
         self._known: dict[Any, Offers] = {}
+        self._looks: list[Look] = []
         self.first = self.ranges(0)
 
+    @property
+    def looks(self) -> list[Look]:
+        """As if memory cost nothing, and computing hid all else that can be hidden; with that not so, where it is not; then with prices on memory."""
+        if not self._looks:
+            self._looks = [Look(), *self._sides(self._chain(self.first)), *map(Look, self.prices[1:])]
+        return self._looks
+
+    def _sides(self, found: Table) -> list[Look]:
+        """More looks, where what is the best otherwise gathers or sums for longer than it computes."""
+        where = np.unravel_index(int(found.score.argmin()), found.score.shape)
+        f, b, g, r = found.parts[(slice(4), *where)].tolist()
+        if self.ground.seen >= 1.0 or not math.isfinite(float(found.score.min())):
+            return []
+        if g > (2 * min(f, b) if b else f):
+            return [Look(0.0, x, x) for x in _SIDES]
+        return [Look(0.0, 0.0, x) for x in _SIDES] if g / 2 + r > b > 0 else []
+
     def weights(self, k: int) -> Weights:
-        """The k-th: none first for memory, then more."""
+        """Those of the k-th look."""
+        return self._weights(self.looks[k]) if k else self._weights(Look())
+
+    def _weights(self, look: Look) -> Weights:
         time = float(self.micros + self.stages - 1)
-        if not self.prices[k] or not self.limit:
-            return Weights(time, 1.0)
+        if not look.price or not self.limit:
+            return Weights(time, 1.0, gathering=look.gathering, summing=look.summing)
         free = self._chain(self.first)
-        each = self.prices[k] * float(free.score.min()) / (self.stages * self.limit)
+        each = look.price * float(free.score.min()) / (self.stages * self.limit)
         return Weights(time, 1.0, each, each * min(self.micros, (self.stages + 1) / 2))
 
     def _chain(self, ranges: Ranges) -> Table:
@@ -93,7 +127,9 @@ class Cutting:
     def _best(self, kinds: Sequence[int], flight: float) -> Offers:
         score = best = None
         ways: list[Way] = []
-        for k in range(len(self.prices)):
+        for k, look in enumerate(self.looks):
+            if look.price and score is not None and np.isfinite(score).all():
+                break  # nothing to gain from memory
             for way in self._ways(kinds, k, flight):
                 found = self.table(kinds, way)
                 parts = found.parts[:, self.hub]
@@ -108,8 +144,6 @@ class Cutting:
                     better = cost < score
                     score = np.where(better, cost, score)
                     best = [np.where(better, new, old) for new, old in zip((time, step, memory, number), best, strict=True)]
-            if score is not None and np.isfinite(score).all():
-                break  # nothing to gain from memory
         assert score is not None
         assert best is not None
         gone = ~np.isfinite(score)
@@ -141,26 +175,31 @@ class Cutting:
         found = part * self.evenly()
         for price in self.prices[1:] if self.limit else ():
             each = price * found / (self.limit or 1.0)
-            ranges = Ranges(self.ground, Weights(part * time, part, each, each), bool(self.ground.hubs))
+            ranges = Ranges(self.ground, Weights(part * time, part, each, each), True)
             found = max(found, self._priced(ranges) / self.stages - each * (self.limit or 0.0))
         return found
 
-    def evenly(self, gathers: float = 1.0) -> float:
-        """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what part of gathering parameters counts."""
-        loose = bool(self.ground.hubs)
-        ranges = Ranges(self.ground, self.weights(0)._replace(gathers=gathers), loose) if loose or gathers != 1.0 else self.first
-        return float(self._chain(ranges).score.min()) / self.stages if all(self.ground.part(k).exact for k in set(self.kinds)) else 0.0
+    def evenly(self, gathers: float = 1.0, sides: bool = False) -> float:
+        """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what part of gathering parameters counts. ``sides``: where that is
+        longer than computing, it is looked at whether all could do better at once."""
+        found = self._chain(self._loose(Look(), gathers))
+        others = self._sides(found) if sides else []
+        least = max([float(found.score.min()), *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others)])
+        return least / self.stages if all(self.ground.part(k).sound for k in set(self.kinds)) else 0.0
+
+    def _loose(self, look: Look, gathers: float) -> Ranges:
+        return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
 
     def roomy(self) -> bool:
         """Whether the chain, laid out for time alone and cut evenly, needs no more than there is, with one micro-batch in flight."""
-        table = self._chain(Ranges(self.ground, self.weights(0), True) if self.ground.hubs else self.first)
+        table = self._chain(self._loose(Look(), 1.0))
         where = np.unravel_index(int(table.score.argmin()), table.score.shape)
         parts = table.parts[(slice(None), *where)]
         return self.limit is None or float(parts[_AT["P"]] + parts[_AT["A"]]) / self.stages <= self.limit
 
     def settle(self, k: int = 0) -> None:
-        """Choose how hubs lie, with the k-th price on memory (none first; another after that): the best of a few ways for all, then each in turn. Afterwards
-        each has one option."""
+        """Choose how hubs lie, by the k-th look (the first one first; another after that): the best of a few ways for all, then each that is not small in turn.
+        Afterwards each has one option."""
         ground = self.ground
         if not ground.hubs or (not k and all(len(those) == 1 for those in ground.active.values())):
             return
@@ -178,12 +217,13 @@ class Cutting:
                 return [float(cost({**best, h: [k]}).min()) for k in numbers]
 
         best = min(ground.starts(), key=lambda active: float(cost(active).min()))
-        for h in sorted(ground.hubs, key=lambda h: -ground.calls.values[h].nbytes):
+        values = ground.calls.values
+        large = SMALL * max(v.nbytes for v in values)
+        for h in sorted((h for h in ground.hubs if values[h].nbytes >= large), key=lambda h: -values[h].nbytes):
             found = costs(best, h)
             best = {**best, h: [found.index(min(found))]}
         ground.active = best
-        self._ranges, self._known = [], {}
-        self.first = self.ranges(0)
+        self._forget()
 
     def _priced(self, ranges: Ranges) -> float:
         """The least of a chain where each segment may recompute or not, whatever the hubs."""
@@ -203,13 +243,21 @@ def held(parts: Array, flight: float) -> Array:
 
 
 def taken(parts: Array, seen: float) -> Array:
-    """Seconds of a micro-batch; of what may hide the part that is seen."""
-    return np.asarray(parts[_AT["F"]] + parts[_AT["B"]] + seen * parts[_AT["G"]])
+    """Seconds of a micro-batch; what is gathered goes beside computing, half of it for each pass."""
+    f, b, g = (parts[_AT[q]] for q in "FBG")
+    ahead = np.where(b > 0, g / 2, g)
+    return _beside(f, ahead, seen) + _beside(b, g - ahead, seen)
 
 
 def once(parts: Array, seen: float) -> Array:
-    """Seconds a step."""
-    return np.asarray(parts[_AT["O"]] + seen * parts[_AT["R"]])
+    """Seconds a step: the optimizer's, and what summing gradients adds to the last backward pass."""
+    b, g, r = (parts[_AT[q]] for q in "BGR")
+    behind = np.where(b > 0, g / 2, 0.0)
+    return np.asarray(parts[_AT["O"]] + _beside(b, behind + r, seen) - _beside(b, behind, seen))
+
+
+def _beside(computing: Array, moving: Array, seen: float) -> Array:
+    return np.asarray(np.maximum(computing, moving) + seen * np.minimum(computing, moving))
 
 
 def total(times: Sequence[float], steps: Sequence[float], transfers: Sequence[float], micros: int) -> float:
@@ -223,7 +271,7 @@ def total(times: Sequence[float], steps: Sequence[float], transfers: Sequence[fl
 
 def least_memory(cutting: Cutting, stages: int, flights: Sequence[float]) -> float:
     """The least limit under which a stage that has its part of the chain would fit, recomputing all, at the highest price of memory."""
-    k = len(cutting.prices) - 1
+    k = len(cutting.looks) - 1
     size = -(-len(cutting.kinds) // stages)
     worst = 0.0
     for i in range(stages):
