@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from globaltensor.auto import minplus
+from globaltensor.auto import minplus, parts
 from globaltensor.auto.batches import Batches
 from globaltensor.auto.calls import Calls
 from globaltensor.auto.everything import Space, _Search, everything
@@ -21,12 +21,15 @@ from globaltensor.auto.foretold import foretell
 from globaltensor.auto.formulate import Options, formulate
 from globaltensor.auto.meshes import factorizations, mesh, meshes
 from globaltensor.auto.minplus import TooWide, eliminate
+from globaltensor.auto.parts import Ground
+from globaltensor.auto.pipelines import modelled
 from globaltensor.auto.planned import Plan, PlanError
-from globaltensor.auto.ranges import Table, join
+from globaltensor.auto.ranges import Table, join, runs
+from globaltensor.auto.search import data_parallel, exposed, search
 from globaltensor.auto.segments import cut
 from globaltensor.auto.simulated import Stage, step
 from globaltensor.auto.solver import solve
-from globaltensor.auto.stages import Offers, divide, total
+from globaltensor.auto.stages import Cutting, Offers, divide, total
 from globaltensor.auto.trace import calls_of_model
 from globaltensor.cluster import Cluster
 
@@ -240,7 +243,101 @@ def test_schedules_that_have_too_few_segments_are_left_out() -> None:
         everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), stages=[2], micro_batches=[4]))
 
 
+@pytest.mark.parametrize("stages", [2, 4, 7])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_formulas_of_pipelines_are_what_is_simulated(stages: int, schedule: str) -> None:
+    """Of even stages, whose backward pass takes twice their forward; of fewer micro-batches than 2 p - 1 about."""
+    lanes = tuple(range(stages))
+    lanes = lanes * 2 if schedule == "interleaved" else (*lanes, *reversed(lanes)) if schedule == "zb-v" else lanes
+    each = stages / len(lanes)
+    for micros, off in ((2 * stages - 1, 0.0), (2 * stages, 0.0), (5 * stages, 0.0), (stages, 0.03)):
+        micros = micros if schedule != "interleaved" else -(-micros // stages) * stages
+        run = step([Stage(each, 2 * each) for _ in lanes], schedule, lanes, micros, Cluster(overlap=1.0))
+        told = modelled(schedule, lanes, micros, [3 * each] * len(lanes), [0.0] * len(lanes), [0.0] * (len(lanes) - 1), [each] * len(lanes))
+        assert told == pytest.approx(run.seconds, rel=max(off, 1e-9)), micros
+
+
 # ---------------------------------------------------------------------------------------------------------------- against the solver on one mesh
+
+
+def layers(width: int = 2048, many: int = 3) -> Callable[[int], Calls]:
+    return capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(many)]), width)
+
+
+@pytest.mark.parametrize("rows", [64, 512, 4096])
+def test_gradients_that_take_longer_than_what_they_hide_behind(rows: int) -> None:
+    """What a step of one stage costs is what it is on the clock; and the problem of one mesh, where few rows make the bound of 0.85 hidden a wrong one."""
+    of, cluster = layers(), Cluster.preset("dgx-h100", nodes=4)
+    options = Options(memory=10**15)
+    plan = everything(of, rows, cluster, 32, options, only((4, 8)))
+    assert plan.cost == pytest.approx(plan.seconds)
+    assert plan.bound <= plan.cost * (1 + 1e-9)
+    calls, where = of(rows), mesh((4, 8))
+    found = search(calls, cluster, where, options, recipes={}).plan
+    spent = found.spent
+    sums = sum(c.backward for c in found.changes if c.value in found.parameters and found.parameters[c.value] == c.src)
+    backward = sum(c.backward for c in found.calls) + sum(c.moving / 2 for c in found.calls if c.backward) + sum(c.backward for c in found.changes) - sums
+    assert spent["hidden"] == pytest.approx(0.85 * min(sums, backward), abs=1e-12)
+    assert found.cost == pytest.approx(spent["computing"] + spent["moving"] + spent["updating"] - spent["hidden"])
+    assert found.bound <= found.cost
+    data = found.alternatives["data parallel"]
+    assert found.cost <= data.cost * (1 + 1e-9)
+    wide = {name: formulate(calls, cluster, where, Options(summing=x, fixed=data_parallel(calls, where))) for name, x in (("plain", 0.0), ("turned", 1.0))}
+    least = [float(solve(f.problem).cost) for f in wide.values()]
+    assert data.cost >= max(least) * (1 - 1e-9)
+    if rows == 64:
+        assert least[1] > 1.5 * least[0], "else this shows nothing"
+
+
+def test_of_choices_of_a_small_problem_none_is_better() -> None:
+    """Whichever of the two takes longer: each choice of all, with what really shows, against the best one found and its bound."""
+    calls, cluster, where = layers(512, 1)(64), Cluster.preset("dgx-h100", nodes=2), mesh((4,))
+    plain, turned = (formulate(calls, cluster, where, Options(collect=False, summing=x)).problem for x in (0.0, 1.0))
+    sizes = [len(c) for c in plain.costs]
+    assert np.prod(sizes) < 1e6
+    least = min(
+        max(float(plain.evaluate(choice)), float(turned.evaluate(choice)))
+        for choice in itertools.product(*map(range, sizes)) if np.isfinite(float(plain.evaluate(choice)))
+    )  # fmt: skip
+    found = search(calls, cluster, where, Options(collect=False), compared=False).plan
+    assert found.bound * (1 - 1e-9) <= least <= found.cost * (1 + 1e-9)
+    assert found.cost <= least * 1.05
+    assert exposed_at(64)
+    assert not exposed_at(1 << 17)
+
+
+def exposed_at(rows: int) -> bool:
+    """Whether the gradients of a batch of so many rows show."""
+    calls, where = layers(512, 1)(rows), mesh((4,))
+    formulation = formulate(calls, Cluster.preset("dgx-h100", nodes=2), where, Options(fixed=data_parallel(calls, where)))
+    choice = solve(formulation.problem).choice
+    assert choice is not None
+    return exposed(formulation, choice)
+
+
+@pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool) -> None:
+    of, batches = gpt(2, tied=tied), None
+
+    def least() -> tuple[float, float, bool]:
+        nonlocal batches
+        batches = batches or Batches(of, 16)
+        ground = Ground(batches, 16, DGX, mesh((2, 4)), Options(memory=10**15), cut(of(16)))
+        cutting = Cutting(ground, 1, 1, None)
+        bound = cutting.evenly(sides=True)
+        cutting.settle()
+        return bound, float(cutting.first.of(runs(cutting.kinds, [False] * len(cutting.kinds))).score.min()), all(p.sound for p in ground._parts.values())
+
+    bound, best, _ = least()
+    assert 0 < bound <= best * (1 + 1e-9)
+    monkeypatch.setattr(parts, "_WIDEST", widest)
+    lower, other, sound = least()
+    assert lower <= bound * (1 + 1e-9)
+    assert other >= best * (1 - 1e-9)
+    assert (lower > 0) == sound
+    if widest == 1 << 16:
+        assert lower > 0.99 * bound, "what is left out costs little here"
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from globaltensor.auto.prices import Prices
 from globaltensor.boxing import explain_boxing, plan
 from globaltensor.boxing.moves import neighbours
+from globaltensor.boxing.prices import _traffic
 from globaltensor.cluster import Cluster, current_cluster, use_cluster
 from globaltensor.errors import BoxingError
 from globaltensor.placement import Placement
@@ -175,3 +177,36 @@ def test_a_move_that_others_must_come_to_waits_for_them() -> None:
         assert seconds(before, after, apart) - seconds(before, after, together) == pytest.approx(float(before is not whole))
     found = [Prices(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)]) for cluster in (together, apart)]
     assert found[0].item() == found[1].item() > 0
+
+
+def overlap(a: tuple[tuple[int, ...], tuple[int, ...]], b: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    return math.prod(max(0, min(o + n, p + m) - max(o, p)) for o, n, p, m in zip(*a, *b, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), SHAPES)
+def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int, int]) -> None:
+    """It is summed up without looking at pairs of ranks."""
+    whole = [broadcast, *[e for e in ENTRIES if e.is_split]]
+    places = [*PLACEMENTS, Placement("cpu", [[7, 2, 0], [1, 8, 4]])]
+    ends = [(p := data.draw(st.sampled_from(places)), data.draw(st.lists(st.sampled_from(whole), min_size=p.axes, max_size=p.axes))) for _ in range(2)]
+    src, dst = (make(shape, p, *layout) for p, layout in ends)
+    if not src.numel:
+        return
+    boxes = {src.box(r) for r in src.placement.flat if 0 not in src.box(r)[1]}
+    copies = sum(src.box(r) == next(iter(boxes)) for r in src.placement.flat)
+    met = {
+        (box, r): n for box in boxes for r in dst.placement.flat
+        if (n := overlap(box, dst.box(r))) and not (r in src.placement.flat and src.box(r) == box)
+    }  # fmt: skip
+    taken = [sum(n for (_, q), n in met.items() if q == r) for r in dst.placement.flat]
+    given_ = [-(-sum(n for (b, _), n in met.items() if b == box) // copies) for box in boxes]
+    peers = [sum(q == r for _, q in met) for r in dst.placement.flat] + [-(-sum(b == box for b, _ in met) // copies) for box in boxes]
+    nbytes, most, pair = _traffic(src, dst, 3)
+    assert (nbytes, most) == ((4 * max(taken + given_), max(peers)) if met else (0, 0))
+    if pair is not None:
+        taker, other = pair
+        assert taker // 3 != other // 3
+        assert (src.box(other), taker) in met
+    elif len(boxes) == len(src.placement.flat):  # each from the only one that has it
+        assert all(q // 3 == r // 3 for (box, q) in met for r in src.placement.flat if src.box(r) == box)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.everywhere import full
 from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.boxing.halo import Reach, fetch
+from globaltensor.boxing.halo import Reach, fetch, most_fetched
 from globaltensor.distributed.comm import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
@@ -55,6 +57,25 @@ def test_intervals_from_anyone_in_any_order() -> None:
     found = simulate(4, fetched, held, [[(0, 5)], [(2, 9)], [(8, 9), (0, 1)], []])
     row = 2 * 3 * 8
     assert [b for _, _, b in found] == [3 * row, row, 0, 5 * row]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 4), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_who_gives_what_element_by_element(data: st.DataObject, lengths: list[int], order: Any) -> None:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    held = [(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    order.shuffle(held)
+    place = st.integers(0, ends[-1])
+    wanted = data.draw(st.lists(st.lists(st.tuples(place, place).map(lambda ab: (min(ab), max(ab))), max_size=3), min_size=len(held), max_size=len(held)))
+    holder = {i: q for q, (a, b) in enumerate(held) for i in range(a, b)}
+    fetched = [[(holder[i], i - held[holder[i]][0]) for a, b in intervals for i in range(a, b)] for intervals in wanted]
+    for rank in range(len(held)):
+        reach = Reach(range(len(held)), rank, held, wanted)
+        assert [(q, a + k) for q, a, n in reach.chunks for k in range(n)] == fetched[rank]
+        assert {i: [a + k for a, n in mine for k in range(n)] for i, mine in reach.given.items()} == {
+            i: those for i, some in enumerate(fetched) if (those := [at for q, at in some if q == rank])
+        }
+    assert most_fetched(held, wanted) == max(sum(q != i for q, _ in some) for i, some in enumerate(fetched))
 
 
 def test_what_every_rank_has_moves_nothing() -> None:

@@ -22,7 +22,7 @@ from .candidates import roofline
 from .formulate import Options, bucket_of
 from .meshes import divisors, meshes
 from .parts import QUANTITIES, Ground
-from .pipelines import Candidate, Crossing, Setting, modelled, narrowed, parts_of, stages_of
+from .pipelines import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
 from .planned import Plan, PlanError
 from .prices import Prices
 from .ranges import runs
@@ -93,7 +93,7 @@ class _Search:
         #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once.
         self.once: dict[tuple[int, int, Placement], float] = {}
         self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
-        self._ideals: dict[tuple[int, int], float] = {}
+        self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
         self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
         self._later: list[tuple[float, Setting, Ground, int]] = []
 
@@ -138,7 +138,7 @@ class _Search:
             if space.meshes is not None:
                 shapes = [m for m in shapes if m.shape in set(map(tuple, space.meshes))]
             for micros in self._micros(stages):
-                bound = self._ideal(stages, micros) * self._factor(stages, micros)
+                bound = sum(self._least(stages, micros)[kind][0] for kind in self.chain.kinds) * micros / stages + self._bubble(stages, micros)
                 yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
 
     def _micros(self, stages: int) -> list[int]:
@@ -163,28 +163,30 @@ class _Search:
                 self.log["left_out"] = out = {**out, str(rows): str(error)}
         return str(rows) not in out
 
-    def _factor(self, stages: int, micros: int) -> float:
-        """At least so many times longer than the work of all micro-batches, evenly shared, takes a pipeline by any of the schedules."""
-        free = set(self.space.schedules) - {"1f1b", "gpipe"}
-        if stages == 1 or free:
-            return 1.0
-        return (micros + stages - 1) / micros
+    def _bubble(self, stages: int, micros: int) -> float:
+        """Seconds that a pipeline takes longer, by whichever of the schedules, than its busiest lane works (`modelled`): at least, by what computing takes."""
+        least = self._least(stages, micros)
+        work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
+        count = len(self.chain.segments)
+        return min(filling(schedule, stages, len(lanes), micros, work, forward) for lanes, schedule in self._lanes(stages)) if stages <= count else math.inf
 
-    def _ideal(self, stages: int, micros: int) -> float:
-        """Seconds of computing all micro-batches if all work were shared evenly and nothing moved. Where calls were measured they may take less than the
-        roofline has them read and write."""
+    def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
+        """The least seconds of computing a micro-batch of a segment of each kind, in both passes and in the forward pass: if all ranks of a stage share the
+        work evenly and nothing moves. Where calls were measured they may take less than the roofline has them read and write."""
         key = stages, micros
         if key not in self._ideals:
-            calls, found, share = self.batches.at(self.batches.batch // micros), 0.0, stages / self.devices
-            for kind, first in enumerate(self.chain.first):
-                many = self.chain.kinds.count(kind)
+            calls, share = self.batches.at(self.batches.batch // micros), stages / self.devices
+            self._ideals[key] = []
+            for first in self.chain.first:
+                both = forward = 0.0
                 for number in self.chain.segments[first].calls:
                     call, values = calls.calls[number], calls.values
                     work, operands, results = work_of(call, values), [values[v] for v in call.operands], [values[v] for v in call.outs]
                     nbytes = 0.0 if self.cluster.ops else share * sum(v.nbytes for v in (*operands, *results))
                     if not work.view and (work.flops or nbytes):
-                        found += many * sum(roofline(self.cluster, operands, results, work, share, nbytes, calls.training))
-            self._ideals[key] = self.options.computation * found * micros / stages
+                        passes = roofline(self.cluster, operands, results, work, share, nbytes, calls.training)
+                        both, forward = both + sum(passes), forward + passes[0]
+                self._ideals[key].append((self.options.computation * both, self.options.computation * forward))
         return self._ideals[key]
 
     # One setting
@@ -197,10 +199,16 @@ class _Search:
         if settled is not None:
             ground.active = settled
         free = Cutting(ground, micros, stages, None)
-        part = micros / (micros + stages - 1) * self._factor(stages, micros)
-        self._raise(setting, free.evenly() * part)
-        if self.bounds[setting[1:]] < self.least * 1.02:
-            self._raise(setting, free.evenly(sides=True) * part)
+        part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
+        if setting[1:] not in self.once:
+            least = [both for both, _ in self._least(stages, micros)]
+            self._raise(setting, free.at_least(least, (self.least * 1.02 - bubble) / part) * part + bubble)
+            if self.bounds[setting[1:]] >= self.least * 1.02:
+                return
+        for sides in (False, True):
+            if self.bounds[setting[1:]] < self.least * 1.02:
+                evenly = free.evenly(sides=sides)
+                self._raise(setting, evenly if all(name in ("1f1b", "gpipe") for _, name in self._lanes(stages)) else evenly * part + bubble)
         if setting[1:] in self.once:
             self.once[setting[1:]] = max(setting.bound, free.evenly(0.5, True))
         if self.bounds[setting[1:]] >= self.least * 1.02:
@@ -294,8 +302,7 @@ class _Search:
             cutting = Cutting(ground, micros, stages, float(self.options.memory), _PRICES, self.space.recompute)
             if cutting.roomy():
                 return  # memory costs nothing there
-            part = micros / (micros + stages - 1) * self._factor(stages, micros)
-            raised = max(self.bounds[key], cutting.bound(part))
+            raised = max(self.bounds[key], cutting.bound(micros / (micros + stages - 1)) + self._bubble(stages, micros))
             if raised <= self.bounds[key] * (1 + 1e-9):
                 return
             self.bounds[key] = raised

@@ -39,7 +39,8 @@ class Options:
     """What else a search may be told. ``computation``: weight of computing against moving. ``wait``: seconds that each change of layout costs besides what the
     cluster says. ``collect``: whether several takers may share one change of layout. ``states``: bytes of optimizer state for each byte of a parameter.
     ``fixed``: path of something given -> the layouts it may have. ``hidden``: the part of the gradients' traffic that hides behind computing
-    (None: as the cluster says)."""
+    (None: as the cluster says). ``summing``: which hides, that traffic behind the backward pass (0, where this is longer) or the backward pass behind it (1);
+    what lies between is a bound of both (`parts.Weights`)."""
 
     computation: float = 1.0
     wait: float = 0.0
@@ -48,6 +49,7 @@ class Options:
     memory: int | None = None
     fixed: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
     hidden: float | None = None
+    summing: float = 0.0
 
 
 class Known:
@@ -123,7 +125,8 @@ class _Builder:
     def __init__(self, calls: Calls, mesh: Placement, options: Options, known: Known) -> None:
         self.calls, self.mesh, self.options, self.known = calls, mesh, options, known
         self.prices, self.menu, self.tables = known.prices, known.menu, known.tables
-        self.seen = 1.0 - hidden(known.prices.cluster, options)
+        hides = hidden(known.prices.cluster, options)
+        self.seen, self.back = 1.0 - hides * (1.0 - options.summing), 1.0 - hides * options.summing
         self.problem = Problem("sbp", options.memory)
         self.candidates: dict[int, Candidates] = {}
         self.node_of_call: dict[int, int] = {}
@@ -171,7 +174,7 @@ class _Builder:
 
     def _call(self, number: int) -> None:
         call, found = self.calls.calls[number], self.candidates[number]
-        costs = self.options.computation * (found.forward + found.backward) + found.moving
+        costs = self.options.computation * (found.forward + self.back * found.backward) + np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
         usage: list[tuple[tuple[int, int] | None, Array]] = []
         if call.extra and self.calls.training:
             usage.append((self._kept(number), found.share * call.extra))
@@ -332,5 +335,5 @@ class _Builder:
         there = there + self.options.wait * (there > 0)
         if self.calls.training and value.grad:
             back = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x)] for x in kept])].T
-            there = there + back + self.options.wait * (back > 0)
+            there = there + self.back * back + self.options.wait * (back > 0)
         return np.asarray(there)

@@ -443,7 +443,8 @@ class Part:
                 kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
             if gone:
                 most = max(self.sizes.values()) >> gone
-                kept |= {n: _cheapest(n, factors, most, kept.get(n)) for n, size in self.sizes.items() if n not in ends and len(kept.get(n, range(size))) > most}
+                wide = [n for n, size in self.sizes.items() if n not in ends and len(kept.get(n, range(size))) > most]
+                kept |= {n: _cheapest(n, factors, most, kept.get(n)) for n in wide}
             fewer = [_some(f, kept, ends) for f in tables]
             try:
                 return eliminate({n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()}, fewer, ends, _WIDEST), kept

@@ -14,7 +14,7 @@ from .parts import QUANTITIES, Ground, Stored
 from .simulated import Stage
 from .stages import Cutting, Found, Way
 
-__all__ = ["Candidate", "Crossing", "Setting", "modelled", "narrowed", "parts_of", "stages_of"]
+__all__ = ["Candidate", "Crossing", "Setting", "filling", "modelled", "narrowed", "parts_of", "stages_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _FACES: Final = 3  # layouts considered where stages meet
@@ -56,10 +56,17 @@ def modelled(
     own = [sum(u for u, where in zip(steps, lanes, strict=True) if where == lane) for lane in range(count)]
     if schedule in ("1f1b", "gpipe"):
         return sum(work) + max((micros - 1) * t + u for t, u in zip(work, own, strict=True)) + sum(transfers)
-    chunks = len(lanes) // count
-    filling, short = (count - 1) / count * sum(forwards), max(0.0, 1 - micros / (2 * count - 1))
-    bubble = {"interleaved": (count - 1) * sum(work) / len(lanes), "zb-h1": filling, "zb-h2": filling * (1 + short)}.get(schedule, filling * (0.5 + short))
-    return max(micros * t + u for t, u in zip(work, own, strict=True)) + bubble + sum(transfers) / chunks
+    busiest = max(micros * t + u for t, u in zip(work, own, strict=True))
+    return busiest + filling(schedule, count, len(lanes), micros, sum(work), sum(forwards)) + sum(transfers) * count / len(lanes)
+
+
+def filling(schedule: str, stages: int, chunks: int, micros: int, work: float, forward: float) -> float:
+    """Seconds of a step for which a lane waits: ``work`` of a micro-batch in all stages together, ``forward`` of it in the forward pass."""
+    short = max(0.0, 1 - micros / (2 * stages - 1))
+    if schedule == "zb-h2":
+        return forward * ((stages - 1) + short * (stages - 2)) / stages
+    each = {"zb-h1": forward, "zb-v": forward * (0.5 + short), "interleaved": work * stages / chunks}.get(schedule, work)
+    return each * (stages - 1) / stages
 
 
 class Crossing:

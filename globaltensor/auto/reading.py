@@ -38,7 +38,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     for value in calls.values:
         changes += listed.of(value, choice)
     memory = [(0 if t is None else t, int(level)) for t, level in problem.usage(choice)]
-    total = float(problem.evaluate(choice))
+    total = float(solution.cost)
     peak = max((m for _, m in memory), default=0)
     return Plan(
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
@@ -52,12 +52,13 @@ def _spent(f: Formulation, total: float, planned: Sequence[PlannedCall], changes
     leaves = {g.name: g.layout for g in given if g.kind == "parameter"}
     aside = sum(c.backward for c in changes if leaves.get(c.value) == c.src)
     cluster, options = f.prices.cluster, f.options
+    behind = sum(options.computation * c.backward + (c.moving / 2 if c.backward else 0.0) for c in planned) + sum(c.backward for c in changes) - aside
     trained = [v for v in f.calls.parameters if f.calls.training and v.grad]
     held = {g.name: g.bytes for g in given}
     spent = {
         "computing": options.computation * sum(c.forward + c.backward for c in planned),
         "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
-        "hidden": hidden(cluster, options) * aside,
+        "hidden": hidden(cluster, options) * min(aside, behind),
         "updating": sum(updating(cluster, held[name_of(v)], options, v.dtype) for v in trained if name_of(v) in held),
     }
     if options.wait:

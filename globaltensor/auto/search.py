@@ -14,7 +14,8 @@ from ..placement import Placement
 from ..sbp import broadcast, split
 from .calls import Calls
 from .candidates import fills
-from .formulate import Formulation, Options, formulate
+from .changes import Changes, short
+from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
 from .solver import Solution, solve
@@ -31,6 +32,7 @@ class Found(NamedTuple):
 
 
 _LONGEST = 120.0  # seconds that the solver may take where nothing is said
+_TURNS = 6  # further solutions where gradients take longer than what they hide behind
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
 
 
@@ -50,15 +52,64 @@ def search(
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
-    solution = agreed(solve(formulation.problem, seconds=_LONGEST if seconds is None else max(0.0, started + seconds - built), gap=_CLOSE))
+    solution, told_by = _solved(formulation, _LONGEST if seconds is None else max(0.0, started + seconds - built), agreed)
     solved = time.perf_counter()
     if not solution.feasible:
         raise PlanError(_too_little(formulation, solution))
-    plan = read_plan(formulation, solution)
+    plan = read_plan(told_by, solution)
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
     told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
     return Found(dataclasses.replace(plan, alternatives=others, search=told), formulation, solution.choice)
+
+
+def _solved(
+    formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution
+) -> tuple[Solution, Formulation]:
+    """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
+    behind.
+
+    With b and r for the two, what shows is max(b, r) and the part of the other that does not hide; the problem has r hide behind b. Where that isn't so it is
+    also solved the other way round, and in between: each way is a bound, and the next lies where the choice had the wrong one longer (`parts.Weights`).
+    """
+    end = time.perf_counter() + seconds
+    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE))
+    if not first.feasible or not exposed(formulation, first.choice):
+        return first, formulation
+
+    def other_way(summing: float) -> Formulation:
+        options = dataclasses.replace(formulation.options, summing=summing)
+        return formulate(formulation.calls, formulation.prices.cluster, formulation.mesh, options, formulation.known)
+
+    def both(solution: Solution) -> tuple[float, float]:
+        """The cost if r hides behind b, and if b hides behind r: the larger one is right."""
+        return float(formulation.problem.evaluate(solution.choice)), float(turned.problem.evaluate(solution.choice))
+
+    turned, found, low, high, at = other_way(1.0), [first], 0.0, 1.0, 1.0
+    for _ in range(_TURNS):
+        way = turned if at == 1.0 else other_way(at)
+        found.append(agreed(solve(way.problem, seconds=max(0.0, end - time.perf_counter()), gap=_CLOSE)))
+        if not found[-1].feasible:
+            break
+        plain, other = both(found[-1])
+        if at == 1.0 and other >= plain:
+            break
+        low, high = (at, high) if other > plain else (low, at)
+        at = (low + high) / 2
+    best = min((s for s in found if s.feasible), key=lambda s: max(both(s)))
+    plain, other = both(best)
+    bound = min(max(plain, other), max(float(s.bound) for s in found))
+    return dataclasses.replace(best, cost=max(plain, other), bound=bound, log=first.log), formulation if plain >= other else turned
+
+
+def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
+    """Whether the traffic of gradients takes longer than all of the backward pass, of which some would hide it."""
+    f = formulation
+    if not f.calls.training or not hidden(f.prices.cluster, f.options):
+        return False
+    listed = Changes(f)
+    sums = sum(c.backward for v in f.calls.parameters if v.number in f.node_of_value for c in listed.of(v, choice) if c.src == short(f.made(v, choice)))
+    return sums > f.options.computation * sum(float(found.backward[choice[f.node_of_call[c]]]) for c, found in f.candidates.items())
 
 
 def data_parallel(calls: Calls, mesh: Placement) -> dict[str, tuple[Layout, ...]]:
@@ -84,7 +135,7 @@ def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], se
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     found = formulate(calls, formulation.prices.cluster, mesh, dataclasses.replace(options, memory=None, fixed={**fixed, **options.fixed}), formulation.known)
-    solution = solve(found.problem, seconds=seconds, gap=_CLOSE)
+    solution, _ = _solved(found, seconds)
     if not solution.feasible:
         why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
         return Alternative(math.inf, 0, False, why)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -23,7 +24,7 @@ __all__ = ["Cutting", "Offers", "Way", "divide", "least_memory", "total"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _AT = {q: k for k, q in enumerate(QUANTITIES)}
-_SIDES: Final = (0.5, 1.0)
+_SIDES: Final = (0.5,)
 
 
 class Look(NamedTuple):
@@ -186,6 +187,20 @@ class Cutting:
         others = self._sides(found) if sides else []
         least = max([float(found.score.min()), *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others)])
         return least / self.stages if all(self.ground.part(k).sound for k in set(self.kinds)) else 0.0
+
+    def at_least(self, ideals: Sequence[float], enough: float) -> float:
+        """A bound of `evenly`, kind of segments by kind, those first of which there are many for their size, until it is ``enough``. ``ideals``: the least
+        seconds of a micro-batch of each kind, for those that have not been looked at."""
+        time, counts = self.micros + self.stages - 1, Counter(self.kinds)
+        ranges, segments = self._loose(Look(), 1.0), self.ground.chain
+        total = time * sum(n * ideals[kind] for kind, n in counts.items())
+        for kind in sorted(counts, key=lambda k: len(segments.segments[segments.first[k]].calls) / counts[k]):
+            score = float(ranges.of(((kind, False, 1),)).score.min())
+            if self.ground.part(kind).sound:
+                total += counts[kind] * max(0.0, score - time * ideals[kind])
+            if total >= enough * self.stages:
+                break
+        return total / self.stages
 
     def _loose(self, look: Look, gathers: float) -> Ranges:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)

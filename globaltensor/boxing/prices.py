@@ -166,7 +166,7 @@ def _lie(spec: Spec) -> _Lie:
 
 def _sizes(low: Table, high: Table) -> Table:
     """Elements of boxes, 0 where one ends before it begins."""
-    return np.maximum(high - low, 0).prod(-1, dtype=np.int64)
+    return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
 
 
 def _meeting(there: _Lie, low: Table, high: Table) -> Table:
