@@ -113,6 +113,7 @@ def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options
             if plan.optimal or plan.cost <= done.cost:
                 found = {"choices": done.choices, "search": {**done.search, **plan.search}}
                 return dataclasses.replace(plan, bound=min(plan.bound, done.search["bound_gathered_once"]), seconds=done.seconds, **found)
+            return dataclasses.replace(done, alternatives=plan.alternatives)
     known = formulate(calls, cluster, where, dataclasses.replace(options, memory=None))
     ways = {"data parallel": data_parallel(calls, where), **recipes}
     limited = dataclasses.replace(known, options=options)

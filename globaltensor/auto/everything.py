@@ -38,7 +38,7 @@ __all__ = ["Space", "everything"]
 _PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
 _SIMULATED: Final = 8  # plans of which the step is simulated
 _TIGHTENED: Final = 24  # settings whose bound is worked out with a price on memory
-_RESCHEDULED: Final = 12  # settings that are tried with all schedules
+_RESCHEDULED: Final = 8  # settings that are tried with all schedules
 _ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
 
 
@@ -285,7 +285,7 @@ class _Search:
         """Other schedules, for the pipelines that would be best without their bubble."""
         for evenly, setting, ground, hub in self._later:
             for lanes, schedule in list(self._lanes(setting.stages))[1:]:
-                if self._hope(evenly, setting, schedule) < self.least and time.perf_counter() < until:
+                if max(self.bounds[setting[1:]], self._hope(evenly, setting, schedule)) < self.least and time.perf_counter() < until:
                     self._divide(ground, setting, schedule, lanes, hub)
 
     def _tighten(self, until: float) -> None:

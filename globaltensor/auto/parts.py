@@ -429,7 +429,7 @@ class Part:
         Raises TooWide where hubs could have fewer instead.
 
         Where tables would be too wide, nodes have fewer and fewer options: those that are cheapest by themselves, and the first. A segment alone is to give a
-        bound: there each call first finds small values as suits it, then pays an even part of second layouts, whatever those of others; only then options go.
+        bound: there each call first finds small values as suits it, and pays an even part of second layouts, whatever those of others; only then options go.
         """
         alone, active = active is None, active or {}
         ends = [*active, self.taken, self.gave]
@@ -437,8 +437,8 @@ class Part:
             level = self.fewer.get(alone, 0)
             kept, tables, gone = dict(active), list(factors), level
             if alone and level:
-                single = {n: p for n, p in self.pairs.items() if not p.small and level > 1}
-                small, gone = [n for n, p in self.pairs.items() if p.small], max(0, level - 2)
+                single = {n: p for n, p in self.pairs.items() if not p.small}
+                small, gone = [n for n, p in self.pairs.items() if p.small], level - 1
                 tables = [_spread(_apart(f, small), factors, single) for f in factors]
                 kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
             if gone:
@@ -453,7 +453,7 @@ class Part:
                     raise
                 self.fewer[alone] = level + 1
                 if alone:
-                    self.sound = self.sound and level < 2
+                    self.sound = self.sound and level < 1
                 else:
                     self.exact = False
 

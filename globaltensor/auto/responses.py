@@ -1,8 +1,9 @@
 """What other ways would cost: each other strategy of one call, or of one thing given, the rest of the plan as it is.
 
 The tensors beside a call follow it: each takes the layout that suits the new strategy best, as far as its other takers, which stay, let it. A call and the
-tensors around it are a star, so that is exact: the tensors do not touch one another. Of the backward pass and the traffic of gradients the one that takes longer
-is thought to remain the longer one.
+tensors around it are a star, so that is exact: the tensors do not touch one another.
+
+Of the backward pass and the traffic of gradients the longer one is thought to remain so.
 """
 
 from __future__ import annotations

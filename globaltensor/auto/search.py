@@ -18,7 +18,7 @@ from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Solution, solve
+from .solver import Problem, Solution, solve
 
 __all__ = ["Found", "compare", "data_parallel", "priced", "search"]
 
@@ -32,8 +32,11 @@ class Found(NamedTuple):
 
 
 _LONGEST = 120.0  # seconds that the solver may take where nothing is said
-_TURNS = 6  # further solutions where gradients take longer than what they hide behind
+_COMPARED = 5.0  # seconds for each way that is but compared, likewise
+_LARGE = 1000  # nodes
+_TURNS = 6  # further solutions where gradients take longer than what they hide behind; of a large problem 2
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
+_NEAR = 1e-3  # the same for what is but compared, or a step on the way
 
 
 def search(
@@ -64,7 +67,7 @@ def search(
 
 
 def _solved(
-    formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution
+    formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS
 ) -> tuple[Solution, Formulation]:
     """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
     behind.
@@ -73,7 +76,7 @@ def _solved(
     also solved the other way round, and in between: each way is a bound, and the next lies where the choice had the wrong one longer (`parts.Weights`).
     """
     end = time.perf_counter() + seconds
-    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE))
+    first = agreed(_answer(formulation.problem, seconds, _CLOSE if turns else _NEAR))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
 
@@ -86,9 +89,12 @@ def _solved(
         return float(formulation.problem.evaluate(solution.choice)), float(turned.problem.evaluate(solution.choice))
 
     turned, found, low, high, at = other_way(1.0), [first], 0.0, 1.0, 1.0
-    for _ in range(_TURNS):
+    plain, other = both(first)
+    if other <= plain:
+        return first, formulation
+    for _ in range(min(turns, 2) if len(first.choice) > _LARGE else turns):
         way = turned if at == 1.0 else other_way(at)
-        found.append(agreed(solve(way.problem, seconds=max(0.0, end - time.perf_counter()), gap=_CLOSE)))
+        found.append(agreed(_answer(way.problem, max(0.0, end - time.perf_counter()), _NEAR)))
         if not found[-1].feasible:
             break
         plain, other = both(found[-1])
@@ -100,6 +106,16 @@ def _solved(
     plain, other = both(best)
     bound = min(max(plain, other), max(float(s.bound) for s in found))
     return dataclasses.replace(best, cost=max(plain, other), bound=bound, log=first.log), formulation if plain >= other else turned
+
+
+def _answer(problem: Problem, seconds: float, gap: float) -> Solution:
+    """The solver's. Of a large problem first what is best whatever memory it takes: mostly there is enough, and it is found sooner."""
+    end = time.perf_counter() + seconds
+    if problem.usage_limit is not None and len(problem.costs) > _LARGE:
+        free = solve(dataclasses.replace(problem, usage_limit=None), seconds=seconds / 2, gap=gap)
+        if free.feasible and problem.peak(free.choice) <= problem.usage_limit:
+            return free
+    return solve(problem, seconds=max(0.0, end - time.perf_counter()), gap=gap)
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
@@ -120,22 +136,23 @@ def data_parallel(calls: Calls, mesh: Placement) -> dict[str, tuple[Layout, ...]
 
 
 def compare(formulation: Formulation, ways: Mapping[str, Mapping[str, tuple[Layout, ...]]], seconds: float | None = None) -> dict[str, Alternative]:
-    """What each of some ways to lay given tensors costs at best. ``seconds``: of all together, shared evenly by those that are left."""
+    """What each of some ways to lay given tensors costs at best. ``seconds``: of all together, shared evenly by those that are left; None: a few for each."""
     started, found = time.perf_counter(), {}
     for k, (name, fixed) in enumerate(ways.items()):
-        left = _LONGEST if seconds is None else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
+        left = _COMPARED if seconds is None else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
         found[name] = priced(formulation, fixed, left)
     return found
 
 
-def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _LONGEST) -> Alternative:
-    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``."""
+def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED) -> Alternative:
+    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``; of gradients that take longer than the backward pass
+    what shows is added to the best if they did not."""
     calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
     for v in calls.states():
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     found = formulate(calls, formulation.prices.cluster, mesh, dataclasses.replace(options, memory=None, fixed={**fixed, **options.fixed}), formulation.known)
-    solution, _ = _solved(found, seconds)
+    solution, _ = _solved(found, seconds, turns=0)
     if not solution.feasible:
         why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
         return Alternative(math.inf, 0, False, why)

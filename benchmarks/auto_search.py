@@ -1,0 +1,116 @@
+"""How long the full search takes for 512 devices: mesh, stages, micro-batches, recomputation, ZeRO and layouts, by `flow.auto.plan`, captures included.
+
+The cluster is a preset and nothing runs on it: what is timed is one core of this machine. Models are those of transformers, without memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import ROOT, options, table
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor.cluster import Cluster
+
+DEVICES = 512
+
+
+class Words(nn.Module):
+    """A language model with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=labels).loss  # type: ignore[no-any-return]
+
+
+class Pictures(nn.Module):
+    """A classifier with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(pixels).logits, labels)
+
+
+def ids(rows: int, words: int) -> Tensor:
+    return torch.empty(rows, words, dtype=torch.long)
+
+
+def gpt(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = hf.GPT2Config(n_embd=12288, n_layer=96, n_head=96, n_positions=2048, use_cache=False, loss_type="ForCausalLMLoss")
+    return Words(hf.GPT2LMHeadModel(config)), (ids(1024, 2048),) * 2
+
+
+def mixtral(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = hf.MixtralConfig(use_cache=False)  # by default the 8x7B: 32 layers, width 4096
+    return Words(hf.MixtralForCausalLM(config)), (ids(1024, 1024),) * 2
+
+
+def t5(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = hf.T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+    return Words(hf.T5ForConditionalGeneration(config)), (ids(1024, 512), ids(1024, 128))
+
+
+def resnet(hf: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Pictures(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))), (torch.empty(4096, 3, 224, 224), torch.empty(4096, dtype=torch.long))
+
+
+MODELS: dict[str, Callable[[Any], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "GPT, 96 layers, width 12288, 2048 words": gpt,
+    "Mixtral 8x7B, 1024 words": mixtral,
+    "T5, 24 + 24 layers, width 1024, 512 and 128 words": t5,
+    "ResNet-50, 224 x 224": resnet,
+}
+
+
+def searched(name: str, devices: int) -> dict[str, Any]:
+    import transformers as hf
+
+    with torch.device("meta"):
+        model, inputs = MODELS[name](hf)
+    model = model.to(torch.bfloat16)
+    inputs = tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)
+    cluster = Cluster.preset("dgx-h100", nodes=devices // 8).with_size(devices)
+    started, spent = time.perf_counter(), time.process_time()
+    plan = flow.auto.plan(model, inputs, cluster)
+    took, spent = time.perf_counter() - started, time.process_time() - spent
+    chosen = plan.choices
+    return {
+        "case": f"{name}, {devices} devices, batch {len(inputs[0])}", "unit": "s", "whole": round(took, 1), "processor": round(spent, 1),
+        "search": round(plan.search["searching_seconds"], 1), "settings": f"{plan.search['searched']} of {plan.search['settings']}",
+        "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"), "gap": f"{plan.gap:.1%}", "stages": len(chosen["stages"]),
+        "mesh": " x ".join(map(str, chosen["mesh"])), "micro-batches": chosen["micro_batches"], "schedule": chosen["schedule"] or "",
+        "recomputed": len(chosen["recompute"]), "memory": f"{plan.memory / 2**30:.1f} GiB",
+        "others": "; ".join(f"{k} {a.cost:.3g}{'' if a.fits else ' (does not fit)'}" for k, a in plan.alternatives.items()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    more = {"--save": {"action": "store_true", "help": "write the rows into results/"}}
+    chosen = options(__doc__.splitlines()[0], steps=0, more=more)
+    torch.set_num_threads(1)
+    rows = []
+    for name in list(MODELS)[:: 3 if chosen.quick else 1]:
+        if chosen.only in name:
+            rows.append(searched(name, 16 if chosen.quick else DEVICES))
+            if chosen.json:
+                print(json.dumps(rows[-1]), flush=True)
+    if not chosen.json:
+        print(table(rows))
+    if chosen.save:
+        (ROOT / "benchmarks" / "results" / "auto_search.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
