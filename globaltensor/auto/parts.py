@@ -24,6 +24,7 @@ from .batches import Batches, BatchMenu
 from .calls import Calls, Value
 from .formulate import Options, bucket_of, hidden, updating
 from .minplus import Eliminated, Factor, TooWide, eliminate
+from .narrower import Pairs, apart, cheapest, some, spread
 from .prices import Prices, duals
 from .segments import Chain, Segment
 
@@ -196,15 +197,6 @@ class Ground:
         again = np.array([seconds[numbers[s.shares], numbers[s.layout]] for s in kept])
         step = np.array([updating(self.cluster, n, self.options, value.dtype) for n in own])
         return {"P": whole + np.where(zero == 2, own, whole) + states * own, "O": step + again}
-
-
-class Pairs(NamedTuple):
-    """Of a node whose options are pairs of layouts: the option without a second layout that each has the first one of, how many calls take the value, and
-    whether it is small."""
-
-    alone: tuple[int, ...]
-    takers: int
-    small: bool
 
 
 @dataclass
@@ -439,13 +431,13 @@ class Part:
             if alone and level:
                 single = {n: p for n, p in self.pairs.items() if not p.small}
                 small, gone = [n for n, p in self.pairs.items() if p.small], level - 1
-                tables = [_spread(_apart(f, small), factors, single) for f in factors]
+                tables = [spread(apart(f, small), factors, single) for f in factors]
                 kept |= {n: sorted(set(p.alone)) for n, p in single.items()}
             if gone:
                 most = max(self.sizes.values()) >> gone
                 wide = [n for n, size in self.sizes.items() if n not in ends and len(kept.get(n, range(size))) > most]
-                kept |= {n: _cheapest(n, factors, most, kept.get(n)) for n in wide}
-            fewer = [_some(f, kept, ends) for f in tables]
+                kept |= {n: cheapest(n, factors, most, kept.get(n)) for n in wide}
+            fewer = [some(f, kept, ends) for f in tables]
             try:
                 return eliminate({n: len(kept[n]) if n in kept else size for n, size in self.sizes.items()}, fewer, ends, _WIDEST), kept
             except TooWide:
@@ -461,48 +453,6 @@ class Part:
         """("call" | "value", number) -> its strategy in the best inside for these layouts of hubs and ends."""
         choice = self.solve(weights, recomputed).choice
         return {name: int(choice[node][ends]) for name, node in self.node_of.items()}
-
-
-def _some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
-    """A table for these options only; what has but one joins nothing, so that it is no variable of it."""
-    nodes, table = factor
-    for axis, n in enumerate(nodes):
-        if n in kept:
-            table = table.take(kept[n], axis)
-    single = tuple(axis for axis, n in enumerate(nodes) if n not in ends and len(kept.get(n, nodes + nodes)) == 1)
-    return tuple(n for axis, n in enumerate(nodes) if axis not in single), table.squeeze(single)
-
-
-def _apart(factor: Factor, values: Sequence[int]) -> Factor:
-    """A table between one of some values and a call as if the value lay as suits that call."""
-    nodes, table = factor
-    if len(nodes) < 2 or not set(nodes) & set(values):
-        return factor
-    axis = 0 if nodes[0] in values else 1
-    return (nodes[1 - axis],), table.min(axis)
-
-
-def _spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs]) -> Factor:
-    """A table from a value to a call that takes it as if each such call paid an even part of whatever second layout is best for it: never more than with those
-    there are."""
-    nodes, table = factor
-    if len(nodes) < 2 or nodes[0] not in single:
-        return factor
-    alone, takers, _ = single[nodes[0]]
-    own = sum((t for n, t in factors if n == nodes[:1]), np.zeros(len(alone)))
-    least = table.copy()
-    np.minimum.at(least, list(alone), table + ((own - own[list(alone)]) / takers)[:, None])
-    return nodes, least
-
-
-def _cheapest(node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None) -> list[int]:
-    """Of those kept the first and those that cost least, whatever the neighbours do."""
-    total: Any = 0.0
-    for nodes, table in factors:
-        if node in nodes:
-            total = total + (table if len(nodes) == 1 else table.min(1 - nodes.index(node)))
-    some = [int(k) for k in np.argsort(total, kind="stable") if kept is None or int(k) in kept]
-    return sorted({0 if kept is None else kept[0], *some[: most - 1]})
 
 
 def _weighted(costs: Mapping[str, Array], per: Mapping[str, float]) -> Array:
