@@ -178,7 +178,8 @@ def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], 
             set_world(real)
 
 
-_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, GlobalTensorError, Untraceable, *_torch.data_dependence())
+#: An AssertionError: fake tensors beside real ones, as the state of a generator.
+_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, GlobalTensorError, Untraceable, *_torch.data_dependence())
 
 
 def _watched(

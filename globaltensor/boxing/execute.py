@@ -272,7 +272,8 @@ def _meet(move: Move, rank: int) -> Step | None:
 
     def step(t: Tensor, here: World) -> Tensor:
         here.comm(peers).barrier()
-        return torch.empty(shape, dtype=t.dtype, device=t.device if move.axes else here.device(type_) if receives else here.outside(type_))
+        same = move.axes or t.device.type == "meta"
+        return torch.empty(shape, dtype=t.dtype, device=t.device if same else here.device(type_) if receives else here.outside(type_))
 
     return step
 
