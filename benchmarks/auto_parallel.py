@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ROOT, Size, interleave, on_ranks, options, same_losses, table
+from common import Size, interleave, keep, on_ranks, options, same_losses, table
 from torch import Tensor, nn
 from train_gpt import loss_of
 
@@ -368,10 +368,9 @@ def main() -> None:
         told.append(together(told, every))
     print("\n".join(map(json.dumps, told)) if chosen.json else f"{table(told)}\n\n{table(details)}", flush=True)
     if chosen.save:
-        results = ROOT / "benchmarks" / "results"
         ranks = "" if chosen.nproc == 2 else f"_on_{chosen.nproc}"
-        (results / f"auto_parallel{ranks}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-        (results / f"auto_parallel_plans{ranks}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in details))
+        keep(told, f"auto_parallel{ranks}")
+        keep(details, f"auto_parallel_plans{ranks}")
 
 
 if __name__ == "__main__":

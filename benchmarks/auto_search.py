@@ -1,6 +1,7 @@
 """How long the full search takes for 512 devices: mesh, stages, micro-batches, recomputation, ZeRO and layouts, by `flow.auto.plan`, captures included.
 
-The cluster is a preset and nothing runs on it: what is timed is one core of this machine. Models are those of transformers, without memory.
+And for layouts alone on one mesh of 8 x 8. The cluster is a preset and nothing runs on it: what is timed is one core of this machine. Models are those of
+transformers, without memory.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, options, table
+from common import keep, options, table
 from torch import Tensor, nn
 
 import globaltensor as flow
+from globaltensor.auto.formulate import Options
+from globaltensor.auto.search import search
+from globaltensor.auto.trace import calls_of_model
 from globaltensor.cluster import Cluster
+from globaltensor.placement import Placement
 
-DEVICES = 512
+DEVICES, SIDE = 512, 8
 
 
 class Words(nn.Module):
@@ -74,13 +80,18 @@ MODELS: dict[str, Callable[[Any], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 }
 
 
-def searched(name: str, devices: int) -> dict[str, Any]:
+def bare(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model in bfloat16 and its inputs, both without memory."""
     import transformers as hf
 
     with torch.device("meta"):
         model, inputs = MODELS[name](hf)
-    model = model.to(torch.bfloat16)
-    inputs = tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)
+    return model.to(torch.bfloat16), tuple(t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs)
+
+
+def searched(name: str, devices: int) -> dict[str, Any]:
+    """All of it."""
+    model, inputs = bare(name)
     cluster = Cluster.preset("dgx-h100", nodes=devices // 8).with_size(devices)
     started, spent = time.perf_counter(), time.process_time()
     plan = flow.auto.plan(model, inputs, cluster)
@@ -96,20 +107,36 @@ def searched(name: str, devices: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def laid(name: str, side: int) -> dict[str, Any]:
+    """Layouts alone, on a mesh of side x side, without a limit of memory: candidates, prices and the proof, after the capture."""
+    model, (one, *more) = bare(name)
+    few = tuple(t[:64] for t in (one, *more))
+    cluster = Cluster.preset("dgx-h100", nodes=max(1, side**2 // 8)).with_size(side**2)
+    calls, mesh = calls_of_model(model, few), Placement("cpu", np.arange(side**2).reshape(side, side))
+    started = time.perf_counter()
+    plan = search(calls, cluster, mesh, Options(), compared=False).plan
+    return {
+        "case": f"{name}, layouts on {side} x {side}, batch {len(few[0])}", "unit": "s", "whole": round(time.perf_counter() - started, 2),
+        "search": round(plan.search["solving_seconds"], 2), "cost": float(f"{plan.cost:.4g}"), "bound": float(f"{plan.bound:.4g}"), "gap": f"{plan.gap:.1%}",
+        "mesh": f"{side} x {side}", "memory": f"{plan.memory / 2**30:.1f} GiB",
+    }  # fmt: skip
+
+
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write the rows into results/"}}
     chosen = options(__doc__.splitlines()[0], steps=0, more=more)
     torch.set_num_threads(1)
     rows = []
-    for name in list(MODELS)[:: 3 if chosen.quick else 1]:
+    for name in list(MODELS)[2:3] if chosen.quick else MODELS:
         if chosen.only in name:
-            rows.append(searched(name, 16 if chosen.quick else DEVICES))
-            if chosen.json:
-                print(json.dumps(rows[-1]), flush=True)
+            for row in (laid(name, 2 if chosen.quick else SIDE), searched(name, 16 if chosen.quick else DEVICES)):
+                rows.append(row)
+                if chosen.json:
+                    print(json.dumps(row), flush=True)
     if not chosen.json:
         print(table(rows))
     if chosen.save:
-        (ROOT / "benchmarks" / "results" / "auto_search.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        keep(rows, "auto_search")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, Size, options, table
+from common import Size, keep, options, table
 from torch import Tensor, nn
 from train_gpt import loss_of
 
@@ -108,7 +108,7 @@ def main() -> None:
     if not chosen.json:
         print(table(rows))
     if chosen.save:
-        (ROOT / "benchmarks" / "results" / "auto_unfolded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        keep(rows, "auto_unfolded")
 
 
 if __name__ == "__main__":

@@ -244,6 +244,11 @@ def table(rows: Sequence[dict[str, object]], ratios: dict[str, dict[str, float]]
     return "\n".join(text)
 
 
+def keep(rows: Sequence[dict[str, object]], name: str) -> None:
+    """Write rows to results/<name>.jsonl."""
+    (ROOT / "benchmarks" / "results" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def describe() -> str:
     """One line on what was measured where."""
     return f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a process, float32"

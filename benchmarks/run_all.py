@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LIMIT, describe, end, end_by_signal, options, table
+from common import LIMIT, describe, end, end_by_signal, keep, options, table
 
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
@@ -73,7 +73,7 @@ def main() -> None:
         print("\n".join(json.dumps({"benchmark": name} | row) for row in rows) if chosen.json else f"\n== {name}\n{compared(name, rows)}", flush=True)
         if results:
             results.mkdir(exist_ok=True)
-            (results / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            keep(rows, name)
             (results / "README.md").write_text(page(results))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import globaltensor as flow
+from globaltensor import _torch
 from globaltensor.auto import candidates
 from globaltensor.auto.calls import Calls, Ref
 from globaltensor.auto.candidates import Menu
@@ -180,6 +182,22 @@ def test_an_operand_that_stands_twice_comes_in_one_layout() -> None:
         assert found.ins[0] == found.ins[1]
     different = next(c for c in calls.calls if c.func.__name__ == "matmul" and c not in twice)
     assert menu.of(different, calls.values).ins[0] != menu.of(different, calls.values).ins[1], "not taken for the same call as y @ y"
+
+
+def test_dropout_leaves_attention_its_layouts_on_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that are linear in the values: dropped scores of a partial sum would be drawn anew on each rank. And no call needs more than shapes."""
+
+    def layouts(rate: float) -> set[tuple[Any, ...]]:
+        attention = partial(F.scaled_dot_product_attention, dropout_p=rate, is_causal=True)
+        made = calls_of_model(Called(attention), tuple(torch.empty(4, 4, 8, 4) for _ in range(3)))
+        with monkeypatch.context() as patch:
+            patch.setattr(_torch, "fake_tensors", lambda: pytest.fail("meta tensors would do"))
+            found = menu_of((2, 2)).of(made.calls[-1], made.values)
+        return set(zip(*found.ins, *found.outs, strict=True))
+
+    plain, dropped = layouts(0.0), layouts(0.1)
+    assert (split(2), split(2)) in {q for q, *_ in dropped}
+    assert dropped == {(q, k, v, out) for q, k, v, out in plain if not any(e.is_partial for e in v)}
 
 
 def test_products_are_counted_wherever_their_operands_stand() -> None:

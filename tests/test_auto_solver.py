@@ -31,7 +31,8 @@ from globaltensor.auto.solver.local import Local
 from globaltensor.auto.solver.memory import tighten
 from globaltensor.auto.solver.messages import Messages
 from globaltensor.auto.solver.mix import mix
-from globaltensor.auto.solver.reduce import core_of, reduce
+from globaltensor.auto.solver.program import close
+from globaltensor.auto.solver.reduce import Uses, best_of, core_of, reduce, undominated
 from globaltensor.auto.trace import calls_of_model
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
@@ -162,6 +163,69 @@ def test_reductions_take_out_what_follows() -> None:
     core = tighten(core_of(problem))
     assert len(core.live) <= 1
     assert solve(problem).cost == 50 * 2 + 49
+
+
+def test_a_strategy_may_win_over_all_edges_together() -> None:
+    """What it loses on one edge it more than makes up for on the other: in no single column of the tables is it the better one."""
+    problem = Problem("between")
+    for costs in ([4, 0], [0, 0], [0, 0]):
+        problem.node(costs)
+    problem.edge(0, 1, [[0, 0], [1, 2]])
+    problem.edge(0, 2, [[0, 0], [1, solver.problem.FORBIDDEN]])
+    core = core_of(problem)
+    assert undominated(core, 0) is None, "4 against 0 + 2 and what is forbidden"
+    core.near[0][2] = np.array([[0.0, 0.0], [1.0, 2.0]])
+    assert undominated(core, 0).tolist() == [1], "4 against 0 + 2 + 2"  # type: ignore[union-attr]
+    core.uses[0] = [Uses(np.array([0]), np.array([1]), np.array([[5.0, 6.0]]))]
+    assert undominated(core, 0) is None, "but it takes more memory"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stand_ins_are_those_of_their_definition(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count, widths = 6, (3, 1, 4)
+    costs, taken = draw.integers(0, 12, count).astype(float), draw.integers(0, 3, (count, seed % 3)).astype(float)
+    tables = [np.where(draw.random((count, w)) < 0.1, np.inf, draw.integers(0, 4, (count, w))) for w in widths]
+    tables = [np.where(np.isfinite(t).any(1)[:, None], t, 0.0) for t in tables]
+
+    def stands_in(a: int, b: int) -> bool:
+        worst = [max((t[a, k] - t[b, k] for k in range(t.shape[1]) if t[b, k] < np.inf), default=-np.inf) for t in tables]
+        return bool((taken[a] <= taken[b]).all()) and costs[a] + sum(worst) <= costs[b]
+
+    kept = best_of(costs, taken, *tables)
+    left = range(count) if kept is None else kept.tolist()
+    assert not any(stands_in(a, b) for a in left for b in left if a != b)
+    assert all(any(stands_in(a, b) for a in left) for b in range(count) if b not in left)
+
+
+def test_what_is_equal_is_reduced_once() -> None:
+    """Layers that are alike, whatever the order in which their nodes are touched; a hub that all of them know is one node."""
+    draw = np.random.default_rng(0)
+    costs, tables = [draw.random(n) for n in (4, 5, 3)], [draw.random(shape) for shape in ((4, 5), (5, 3), (3, 4), (2, 3), (4, 3))]
+
+    def made(layers: int) -> int:
+        problem = Problem(f"{layers} layers")
+        hub = problem.node(draw.random(2))
+        before = None
+        for _ in range(layers):
+            a, b, c = (problem.node(row) for row in costs)
+            for i, j, table in ((a, b, tables[0]), (b, c, tables[1]), (c, a, tables[2]), (hub, c, tables[3])):
+                problem.edge(i, j, table)
+            if before is not None:
+                problem.edge(a, before, tables[4])
+            before = c
+        core = reduce(core_of(problem))
+        return core.shared.made
+
+    assert made(40) < 2 * made(8)
+
+
+def test_integer_programs_run_with_as_many_threads_as_they_are_given() -> None:
+    """HiGHS keeps the number it had first in a thread, and refuses another."""
+    pytest.importorskip("highspy")
+    flat = Flat(core_of(tight(0)))
+    for threads in (1, 2, 1):
+        assert close(flat, np.zeros(len(flat.room)), 10.0, time.monotonic() + 20, threads, 0).done
 
 
 def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:

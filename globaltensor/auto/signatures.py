@@ -178,8 +178,7 @@ def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], 
             set_world(real)
 
 
-#: An AssertionError: fake tensors beside real ones, as the state of a generator.
-_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, GlobalTensorError, Untraceable, *_torch.data_dependence())
+_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, GlobalTensorError, Untraceable, *_torch.data_dependence())
 
 
 def _watched(

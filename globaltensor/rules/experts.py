@@ -191,7 +191,7 @@ def _run(
 
 def _cast(x: Tensor) -> torch.dtype:
     """The dtype in which tokens travel: what autocast would make of them."""
-    on = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
+    on = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
 

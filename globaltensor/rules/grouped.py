@@ -29,7 +29,7 @@ def grouped_linear(rows: Tensor, counts: Sequence[int], weight: Tensor, bias: Te
             [4.],
             [4.]])
     """
-    if torch.is_autocast_enabled(rows.device.type) and rows.dtype is not torch.float64:  # the kernel is none of those that autocast knows
+    if not rows.is_meta and torch.is_autocast_enabled(rows.device.type) and rows.dtype is not torch.float64:  # the kernel is none of those that autocast knows
         kind = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(kind), weight.to(kind)
         bias = None if bias is None else bias.to(kind)

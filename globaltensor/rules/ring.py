@@ -12,6 +12,7 @@ which every rank does the same work in every round.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -350,7 +351,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _uncast(q: Tensor) -> Any:
-    return torch.autocast(q.device.type, enabled=False)
+    return contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)
 
 
 def _backward(

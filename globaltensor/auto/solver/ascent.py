@@ -7,6 +7,7 @@ is narrow enough, elimination answers what is best at given prices exactly, and 
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,8 @@ PATIENCE = 10
 LITTLE = 0.001
 #: Entries of tables up to which the very first choice is made feasible too.
 QUICK = 300_000
+#: What rounding may leave between a choice's cost and the bound that it has reached, relatively (less than `Search.goal` asks).
+EXACT = 4e-10
 #: The most entries of all tables together for which elimination takes the messages' place.
 WORK = 3e7
 
@@ -36,7 +39,6 @@ class Ascent:
     def __init__(self, flat: Flat, price: Array | None = None, value: float = np.inf, elimination: Elimination | None = None) -> None:
         """`price` to start from; `value` is the cost of the best choice known, which may not be among this core's any more."""
         self.flat = flat
-        self.messages, self.local = Messages(flat), Local(flat)
         self.price = np.zeros(len(flat.room)) if price is None else price.copy()
         self.active = self.price > 0
         self.drift = np.zeros(len(flat.room))
@@ -54,7 +56,19 @@ class Ascent:
         self.straddled = False
         self.elimination = elimination if elimination is not None and elimination.fits and elimination.work <= WORK else None
 
-    def round(self, polish: bool, deadline: float) -> None:
+    @cached_property
+    def messages(self) -> Messages:
+        return Messages(self.flat)
+
+    @cached_property
+    def local(self) -> Local:
+        return Local(self.flat)
+
+    def closed(self, gap: float) -> bool:
+        """Whether the best choice is so near the bound, relatively; at the least as near as sums are exact."""
+        return self.choice is not None and self.value - self.bound <= max(gap, EXACT) * abs(self.value)
+
+    def round(self, polish: bool, deadline: float, gap: float) -> None:
         """A pass of messages each way or an elimination, a choice read off, the prices moved."""
         flat = self.flat
         priced = flat.cost + flat.prices(self.price)
@@ -68,12 +82,12 @@ class Ascent:
         bound = flat.constant + least - paid
         if bound > self.bound:
             self.bound, self.best_price = bound, self.price.copy()
-        if polish:
+        over = (flat.profile(choice) - flat.room) / self.limit
+        if over.max(initial=0.0) <= 0:
+            self.offer(choice)
+        if polish and not self.closed(gap):
             self.polish(choice, deadline)
-        if len(flat.room):
-            over = (flat.profile(choice) - flat.room) / self.limit
-            if over.max() <= 0:
-                self.offer(choice)
+        if len(over):
             if self.elimination is not None:
                 self.follow(over, bound)
             else:
@@ -149,12 +163,12 @@ class Ascent:
         self.price, promise = found
         self.settled = promise <= self.bound + max(1e-9 * self.scale, 1e-3 * max(min(self.value, self.known) - self.bound, 0.0)) and opened == self.active.sum()
 
-    def run(self, deadline: float, rounds: int, goal: float = np.inf, polish_every: int = 5) -> None:
-        """So many rounds, or until time is up or the bound exceeds the goal."""
+    def run(self, deadline: float, rounds: int, goal: float = np.inf, polish_every: int = 5, gap: float = 0.0) -> None:
+        """So many rounds, or until time is up, the bound exceeds the goal, or a choice is found that is near enough to it."""
         last = self.rounds + rounds
-        while time.monotonic() < deadline and self.rounds < last and self.bound <= goal and not self.settled:
+        while time.monotonic() < deadline and self.rounds < last and self.bound <= goal and not self.settled and not self.closed(gap):
             early = self.rounds == 0 and len(self.flat.table) > QUICK  # before prices say something, choices are far from fitting
-            self.round(self.rounds % polish_every == 0 and not early, deadline)
+            self.round(self.rounds % polish_every == 0 and not early, deadline, gap)
         if self.settled and not self.straddled and time.monotonic() < deadline:
             self.straddle(deadline)
 

@@ -90,7 +90,6 @@ def program(offsets: Array, slopes: Array, low: Array, high: Array) -> tuple[Arr
     lp.a_matrix_.value_ = matrix.ravel()
     model = module.Highs()
     model.setOptionValue("output_flag", False)
-    model.setOptionValue("threads", 1)
     model.passModel(lp)
     model.run()
     if model.getModelStatus() != module.HighsModelStatus.kOptimal:

@@ -13,6 +13,17 @@ from .flat import Flat, ranges
 from .problem import Array
 
 
+#: Entries of a table from which on it is worth a step of its own.
+LARGE = 4096
+
+
+def table_of(flat: Flat, edge: int, forward: bool) -> Array:
+    """An edge's table as it stands, the near node's strategies as rows."""
+    head, tail = flat.size[flat.head[edge]], flat.size[flat.tail[edge]]
+    table = flat.table[flat.at[edge] : flat.at[edge + 1]].reshape(head, tail)
+    return table if forward else table.T
+
+
 class Level:
     """Nodes that can be processed together in one direction, and the edges that lead on from them."""
 
@@ -31,17 +42,31 @@ class Level:
         self.opposite = ranges(into[edges], rows)  # where the messages towards the near nodes stand
         self.target = ranges(out_of[edges], columns)  # where the messages towards the far nodes stand
         self.theirs = ranges(flat.first[there], columns)
-        # entries of the tables ordered (edge, far strategy, near strategy)
-        before = np.cumsum(rows) - rows
-        count = rows * columns
+        row_at, column_at, count = np.cumsum(rows) - rows, np.cumsum(columns) - columns, rows * columns
+        # large tables as they stand, with where their vectors are: (rows from, to, columns from, to, table)
+        self.large = [
+            (row_at[e], row_at[e] + rows[e], column_at[e], column_at[e] + columns[e], table_of(flat, edges[e], forward)) for e in np.flatnonzero(count > LARGE)
+        ]
+        # of the others the entries ordered (edge, far strategy, near strategy), to be taken at once
+        small = np.flatnonzero(count <= LARGE)
+        rows, columns, count = rows[small], columns[small], count[small]
+        self.small = ranges(column_at[small], columns)
         near_row = np.repeat(rows, columns)
-        self.pick = ranges(np.repeat(before, columns), near_row).astype(np.int32)
+        self.pick = ranges(np.repeat(row_at[small], columns), near_row).astype(np.int32)
         self.segments = np.cumsum(near_row) - near_row
-        k = self.pick - np.repeat(before, count)
-        line = np.repeat(ranges(np.zeros(len(edges), np.int64), columns), near_row)
-        base = np.repeat(flat.at[edges], count)
+        k = self.pick - np.repeat(row_at[small], count)
+        line = np.repeat(ranges(np.zeros(len(small), np.int64), columns), near_row)
+        base = np.repeat(self.base[small], count)
         self.table = flat.table[base + (k * np.repeat(columns, count) + line if forward else line * np.repeat(rows, count) + k)]
 
+    def passed(self, value: Array) -> Array:
+        """The least of each row of the tables with these values of the near strategies: an entry a strategy of the far nodes."""
+        new = np.empty(len(self.target))
+        if len(self.small):
+            new[self.small] = np.minimum.reduceat(value[self.pick] + self.table, self.segments)
+        for start, end, first, last, table in self.large:
+            new[first:last] = (value[start:end, None] + table).min(0)
+        return new
 
     def table_at(self, flat: Flat, chosen: Array) -> Array:
         """The rows of the edges' tables that the choices of the near nodes pick."""
@@ -95,7 +120,7 @@ class Messages:
             if len(level.edges):
                 mine = level.mine
                 value = (priced[mine] + incoming[mine]) * share[owner[mine]] - message[level.opposite]
-                new = np.minimum.reduceat(value[level.pick] + level.table, level.segments)
+                new = level.passed(value)
                 np.add.at(incoming, level.theirs, new - message[level.target])
                 message[level.target] = new
             total = priced[level.positions] + incoming[level.positions]

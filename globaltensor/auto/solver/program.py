@@ -116,6 +116,7 @@ class Program:
         lp.a_matrix_.start_ = np.searchsorted(number[at_row[keep]], np.arange(rows + 1)).astype(np.int32)
         lp.a_matrix_.index_ = np.concatenate(variable)[order][keep].astype(np.int32)
         lp.a_matrix_.value_ = np.concatenate(factor)[order][keep]
+        module.Highs.resetGlobalScheduler(True)  # else whoever used HiGHS first in this thread has said with how many threads it runs, and others are refused
         self.model = module.Highs()
         self.model.setOptionValue("output_flag", False)
         self.model.setOptionValue("threads", threads)

@@ -19,6 +19,8 @@ from .shared import Shared
 MOST_COMPARED = 4_000_000
 #: The latter where there is no memory to heed: what is left then is eliminated anyhow.
 MOST_LINKED = 30_000_000
+#: Entries of tables that are compared in one step, where one strategy has not more.
+AT_ONCE = 1 << 16
 NOTHING = np.array(0)
 
 
@@ -384,22 +386,50 @@ def without_link(one: Array, other: Array, link: Array) -> tuple[Array, Array]:
 
 
 def undominated(core: Core, i: int) -> Array | None:
-    """The strategies no other one beats or equals in cost, in usage at all times and with every strategy of every neighbour; None if all."""
-    count = len(core.costs[i])
-    width = 1 + sum(table.shape[1] for table in core.near[i].values()) + sum(len(block.starts) for block in core.uses[i])
-    if count == 1 or count * count * width > MOST_COMPARED:
+    """The strategies that no other one can stand in for, whatever the neighbours do, at no more cost and no more usage at any time; None if all."""
+    if len(core.costs[i]) == 1:
         return None
     shared = core.shared
-    beside = [shared(np.transpose, block.amounts) for block in core.uses[i]]
-    kept: Array | None = shared(best_of, core.costs[i], *beside, *core.near[i].values())
+    taken = shared(beside, core.costs[i], *(block.amounts for block in core.uses[i]))
+    kept: Array | None = shared(best_of, core.costs[i], taken, *core.near[i].values())
     return kept
 
 
-def best_of(costs: Array, *beside: Array) -> Array | None:
-    """The rows of all these, side by side, that no other one is below or equal to everywhere; None if all."""
-    rows = np.concatenate([costs[:, None], *beside], axis=1)
-    kept: list[int] = []
-    for k in np.argsort(np.where(np.isfinite(rows), rows, 0).sum(1) + np.isinf(rows).sum(1) * 1e30, kind="stable"):
-        if not kept or not (rows[kept] <= rows[k]).all(1).any():
-            kept.append(int(k))
-    return np.array(sorted(kept)) if len(kept) < len(rows) else None
+def beside(costs: Array, *amounts: Array) -> Array:
+    """What each strategy takes, a row each."""
+    return np.concatenate([costs[None, :0].reshape(0, len(costs)), *amounts]).T
+
+
+def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
+    """The strategies of a node that none of the most promising ones can stand in for; None if all. `taken` is what they take, tables have a row for each.
+
+    a can stand in for b if it takes no more of anything, and costs[a] + the sum over the tables of the most that row a is above row b is at most costs[b]
+    (Goldstein, Efficient rotamer elimination applied to protein side-chains and related spin glasses, Biophysical Journal 66 (1994)).
+    """
+    first = np.cumsum([0, 1, *(table.shape[1] for table in tables)])
+    most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
+    if not most:
+        return None
+    rows = np.concatenate([costs[:, None], *tables], axis=1)
+    best = np.stack([np.zeros(len(costs), np.int64), *(table.argmin(1) + at for table, at in zip(tables, first[1:], strict=False))], axis=1)
+    least = np.take_along_axis(rows, best, 1).sum(1)
+    order = np.argsort(least, kind="stable")
+    if not np.isfinite(least[order[0]]):
+        return None
+    rows, best, least, taken = rows[order], best[order], least[order], taken[order]
+    forbidden = np.isinf(rows)
+    ours, theirs = np.where(forbidden, 1e200, rows), np.where(forbidden, 1e250, rows)  # that b is forbidden something is no objection to a
+    left, at_once = np.ones(len(order), dtype=bool), max(1, AT_ONCE // rows.size)
+    for at in range(0, len(order), at_once):
+        one = at + np.flatnonzero(left[at : at + at_once])[:most]
+        pairs = (rows[one[:, None, None], best].sum(2) <= least) & left & (one[:, None] < np.arange(len(order)))  # others are no match where b is at its best
+        if taken.shape[1]:
+            pairs &= (taken[one][:, None] <= taken).all(2)
+        a, b = np.nonzero(pairs)
+        if len(a):
+            goes = np.maximum.reduceat(ours[one[a]] - theirs[b], first[:-1], axis=1).sum(1) <= 0
+            left[b[goes]] = False  # what stands in for another and goes itself leaves one that stands in for both
+        most -= len(one)
+        if most <= 0:
+            break
+    return None if left.all() and len(left) == len(costs) else np.sort(order[left])

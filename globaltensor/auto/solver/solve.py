@@ -150,13 +150,17 @@ def eliminated(search: Search, core: Core, elimination: Elimination) -> None:
 def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
     """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late"."""
     entries = len(flat.table) + len(flat.cost)
-    history, blocks, longest = [-np.inf], Blocks(flat, ascent.local, search.seed), 0.0
+    history, blocks, longest = [-np.inf], None, 0.0
     while not search.late:
         goal = min(search.goal, flat.most)
-        ascent.run(search.deadline, CHUNK, goal)
+        before = ascent.rounds
+        ascent.run(search.deadline, CHUNK, goal, gap=search.gap)
+        search.log["rounds"] = int(str(search.log.get("rounds", 0))) + ascent.rounds - before
         if ascent.choice is not None and ascent.value < search.cost:
             search.offer(core, flat.nodes, ascent.choice)
-        if ascent.choice is not None and len(flat.nodes) >= SMALL and ascent.bound <= search.goal:
+        search.proves(ascent.bound, len(flat.table))
+        if ascent.choice is not None and len(flat.nodes) >= SMALL and ascent.bound <= search.goal and not search.late:
+            blocks = blocks or Blocks(flat, ascent.local, search.seed)
             for turn in range(MOVES):
                 start = time.monotonic()
                 if start + 1.5 * longest < search.deadline and not search.late:
@@ -165,8 +169,6 @@ def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
                     longest = max(longest, time.monotonic() - start)
             if ascent.value < search.cost:
                 search.offer(core, flat.nodes, ascent.choice)
-        search.proves(ascent.bound, len(flat.table))
-        search.log["rounds"] = int(str(search.log.get("rounds", 0))) + CHUNK
         if ascent.bound > min(search.goal, flat.most):
             return "done"
         history.append(ascent.bound)
