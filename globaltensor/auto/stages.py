@@ -337,8 +337,7 @@ def divide(
     free = _least(tables, crossing, segments, stages, math.inf)
     if free is None or not limits:
         return None
-    # The lowest limit that any cut keeps.
-    low = bisect.bisect_left(range(len(limits)), True, key=lambda k: _least(tables, crossing, segments, stages, limits[k]) is not None)  # type: ignore[call-overload]
+    low = bisect.bisect_left(limits, _pace(tables, crossing, segments, stages))
     best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
     for limit in limits[low:]:
         if best is not None and limit + free[0] >= best[0]:
@@ -374,6 +373,20 @@ def _pairs(segments: int, stages: int, loads: Sequence[float] | None, slack: flo
                 if upto[-1] - upto[b] <= (stages - i - 1) * most:
                     found.append((i, a, b))
     return found
+
+
+def _pace(tables: dict[tuple[int, int, int], tuple[Array, Array]], crossing: dict[tuple[int, int], Array], segments: int, stages: int) -> float:
+    """The least that the slowest stage can take."""
+    best: dict[tuple[int, int], Array] = {}
+    for (i, a, b), (time, pace) in tables.items():
+        if i and (i, a) not in best:
+            continue
+        slowest = np.where(time < NEVER / 10, pace, np.inf)
+        slowest = (slowest if i == 0 else np.maximum(best[i, a][:, None], slowest)).min(0)
+        if i < stages - 1:
+            slowest = np.where(crossing[i, b] < NEVER / 10, slowest, np.inf)
+        best[i + 1, b] = np.minimum(best[i + 1, b], slowest) if (i + 1, b) in best else slowest
+    return float(best[stages, segments].min())
 
 
 def _least(

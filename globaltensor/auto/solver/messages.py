@@ -12,7 +12,6 @@ import numpy as np
 from .flat import Flat, ranges
 from .problem import Array
 
-
 #: Entries of a table from which on it is worth a step of its own.
 LARGE = 4096
 
