@@ -27,8 +27,6 @@ PATIENCE = 10
 LITTLE = 0.001
 #: Entries of tables up to which the very first choice is made feasible too.
 QUICK = 300_000
-#: What rounding may leave between a choice's cost and the bound that it has reached, relatively (less than `Search.goal` asks).
-EXACT = 4e-10
 #: The most entries of all tables together for which elimination takes the messages' place.
 WORK = 3e7
 
@@ -65,8 +63,8 @@ class Ascent:
         return Local(self.flat)
 
     def closed(self, gap: float) -> bool:
-        """Whether the best choice is so near the bound, relatively; at the least as near as sums are exact."""
-        return self.choice is not None and self.value - self.bound <= max(gap, EXACT) * abs(self.value)
+        """Whether the best choice is so near the bound, relatively."""
+        return self.choice is not None and self.value - self.bound <= gap * abs(self.value)
 
     def round(self, polish: bool, deadline: float, gap: float) -> None:
         """A pass of messages each way or an elimination, a choice read off, the prices moved."""

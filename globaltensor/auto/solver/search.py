@@ -50,6 +50,11 @@ class Search:
         return float(self.cost) - (max(1.0 - slack, slack) if self.problem.integral else 5e-10 * abs(self.cost))
 
     @property
+    def near(self) -> float:
+        """A gap, relatively, at which a core is at its end: `late` or above the `goal`, whatever rounding adds. Among integers that is none."""
+        return max(0.99 * self.gap, 0.0 if self.problem.integral else 4e-10)
+
+    @property
     def affordable(self) -> float:
         """The entries of tables that one elimination may work through in the time left."""
         return min(3e9, 5e7 * max(self.deadline - time.monotonic(), 1.0))

@@ -154,7 +154,7 @@ def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
     while not search.late:
         goal = min(search.goal, flat.most)
         before = ascent.rounds
-        ascent.run(search.deadline, CHUNK, goal, gap=search.gap)
+        ascent.run(search.deadline, CHUNK, goal, gap=search.near)
         search.log["rounds"] = int(str(search.log.get("rounds", 0))) + ascent.rounds - before
         if ascent.choice is not None and ascent.value < search.cost:
             search.offer(core, flat.nodes, ascent.choice)
