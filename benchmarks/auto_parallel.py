@@ -42,8 +42,10 @@ from globaltensor.profiling import profile
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
-GRAPHS = 5  # in which each plan is run
+CALIBRATED = 120.0  # seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than usual or quicker
+GRAPHS = 4  # in which each plan is run
 TOGETHER = 7  # graphs that are there at a time
+POLISHED = 50  # times that contenders and rounds are told apart
 
 # ---------------------------------------------------------------- models
 
@@ -228,8 +230,8 @@ def yardstick(case: Case) -> Callable[[], float]:
 
 
 def pace(step: Callable[[], float]) -> float:
-    """Seconds of the yardstick."""
-    return statistics.median(interleave({YARDSTICK: step}, 5, calls=8)[YARDSTICK])
+    """Seconds of the yardstick, in rows as among the plans, over some seconds: of fewer the machine's moods make a twentieth more or less."""
+    return statistics.median(interleave({YARDSTICK: step}, 16, calls=10, again=5)[YARDSTICK])
 
 
 def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
@@ -239,15 +241,14 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
     run as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training
     has one: so a few are there at a time, each time others."""
     runs, tried = 2 if quick else GRAPHS, _Tried({}, {}, {}, {}, [])
-    seconds: dict[str, list[list[float]]] = {}
+    groups: list[dict[str, list[float]]] = []
     for run in range(runs):
         names = [way.name for way in ways(quick, lambda: None) if tried.same.get(way.name, way.name) == way.name]
         if run:
             names = [names[i] for i in np.random.default_rng(run).permutation(len(names))]
         for first in range(0, len(names), TOGETHER):
-            for name, found in _graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, names[first : first + TOGETHER], tried).items():
-                seconds.setdefault(name, []).append(found)
-    median = statistics.median
+            groups.append(_graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, names[first : first + TOGETHER], tried))
+    seconds, median = at_one_pace(groups), statistics.median
 
     def over(name: str, part: slice) -> float:
         return median(median(found[part] or found) for found in seconds[name])
@@ -296,14 +297,32 @@ def _graphs_in_turn(case: Case, rounds: int, quick: bool, names: list[str], trie
     tried.losses[:] = same_losses(known | steps)
     steps[YARDSTICK] = yardstick(case)
     # Some steps in a row, as training makes them: models in turn would each find the caches full of the others.
-    return at_one_pace(interleave(steps, rounds, calls=10, warm_up=1, again=5))
+    return interleave(steps, rounds, calls=10, warm_up=1, again=5)
 
 
-def at_one_pace(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """The same at the pace that the machine has in the middle round: from round to round it may change by more than plans differ."""
-    usual = {name: statistics.median(found) for name, found in seconds.items()}
-    slower = [statistics.median(found[i] / usual[name] for name, found in seconds.items()) for i in range(len(next(iter(seconds.values()))))]
-    return {name: [took / by for took, by in zip(found, slower, strict=True)] for name, found in seconds.items()}
+def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
+    """Seconds of each contender, graph by graph and round by round, at the machine's usual pace. ``groups``: of those that took turns, round by round.
+
+    From one round to the next the pace may change by more than plans differ. A time is thought to be the contender's own by the pace of its round, and both
+    are found by medians in turn (Tukey, Exploratory Data Analysis, 1977: median polish), as each contender has taken turns with others each time.
+    """
+    cells = [(name, (i, k), math.log(took)) for i, seconds in enumerate(groups) for name, found in seconds.items() for k, took in enumerate(found)]
+    pace = {at: 0.0 for _, at, _ in cells}
+    for _ in range(POLISHED):
+        own: dict[str, list[float]] = {}
+        for name, at, log in cells:
+            own.setdefault(name, []).append(log - pace[at])
+        usual = {name: statistics.median(logs) for name, logs in own.items()}
+        by: dict[tuple[int, int], list[float]] = {at: [] for at in pace}
+        for name, at, log in cells:
+            by[at].append(log - usual[name])
+        pace = {at: statistics.median(logs) for at, logs in by.items()}
+    middle = statistics.median(pace.values())
+    found: dict[str, list[list[float]]] = {}
+    for i, seconds in enumerate(groups):
+        for name, times in seconds.items():
+            found.setdefault(name, []).append([took / math.exp(pace[i, k] - middle) for k, took in enumerate(times)])
+    return found
 
 
 def ranks_of(values: list[float]) -> Any:
@@ -344,7 +363,7 @@ def together(told: list[dict[str, Any]], all_: list[Measured]) -> dict[str, Any]
 
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
-    chosen = options(__doc__.splitlines()[0], steps=20, more=more)
+    chosen = options(__doc__.splitlines()[0], steps=16, more=more)
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
     first = flow.env.get_rank() == 0
@@ -355,7 +374,7 @@ def main() -> None:
             continue
         inputs = torch.empty_like(case.batch, device="meta")
         before = pace(yardstick(case))
-        cluster = flow.auto.calibrate(case.make(), inputs, profiled, (chosen.nproc,), seconds=2.0 if chosen.quick else 30.0)
+        cluster = flow.auto.calibrate(case.make(), inputs, profiled, (chosen.nproc,), seconds=2.0 if chosen.quick else CALIBRATED)
         after = pace(yardstick(case))
         with use_cluster(cluster):
             found, among = measure(case, cluster, chosen.steps, chosen.quick)
