@@ -467,6 +467,24 @@ def test_a_benchmarks_ranks_take_what_the_first_has_found(monkeypatch: pytest.Mo
         assert first.choice == second.choice
 
 
+def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's pace changes by a tenth from round to round, contenders differ by a twentieth: each has its own time in every round."""
+    script, drawn = plans_benchmark(monkeypatch), np.random.default_rng(0)
+    own = {f"plan {k}": 1.05**k for k in range(12)}
+    groups = []
+    for _ in range(4):
+        names = drawn.permutation(list(own)).tolist()
+        for first in (0, 4, 8):
+            paces = np.exp(0.1 * drawn.normal(size=3)).tolist()
+            groups.append({name: [own[name] * pace for pace in paces] for name in names[first : first + 4]})
+    found = script.at_one_pace(groups)
+    assert {name: [len(times) for times in runs] for name, runs in found.items()} == dict.fromkeys(found, [3] * 4)
+    paces = np.array([np.array(runs) / own[name] for name, runs in found.items()])
+    assert paces.shape == (12, 4, 3)
+    assert abs(paces / np.median(paces) - 1).max() < 0.02
+    assert abs(np.median(paces) - 1) < 0.15
+
+
 def grid(side: int, size: int, seed: int) -> Problem:
     """Too wide to eliminate with small tables, with memory that binds."""
     draw = random.Random(seed)
