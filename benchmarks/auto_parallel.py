@@ -2,7 +2,7 @@
 
 First the cluster is profiled and calibrated for each model. Of each model's plans are told: the median error of the foretold time, the rank correlation
 (Spearman), what the plan that the search would choose takes against the best one measured (regret), and against data parallel. A machine that others use
-changes its pace within minutes: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well. The
+changes its pace within seconds: a step that is no plan's is timed while calibrating and among the plans, and the error is told at equal pace as well. The
 last row is of the plans of all models.
 """
 
