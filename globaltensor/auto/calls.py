@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,18 +93,24 @@ class Calls:
         return [v for v in self.values if v.state == "parameter"]
 
 
-def read(graph: fx.Graph, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: dict[str, str] | None = None) -> Calls:
+def read(
+    graph: fx.Graph, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: Mapping[str, str] | None = None,
+    stands: Mapping[int, torch.Tensor] | None = None,
+) -> Calls:  # fmt: skip
     """The calls of a logical graph. ``constants``: what its get_attr nodes name. ``saved``: what backward keeps of each of the user's calls, by its number, as
-    `trace.saving` tells it. ``paths``: name of an input's placeholder -> path of the parameter that it is."""
-    reader = _Reader(constants, saved, paths or {})
+    `trace.saving` tells it. ``paths``: name of an input's placeholder -> path of the parameter that it is. ``stands``: id of a tensor with memory -> what stood
+    for it while the graph was captured."""
+    reader = _Reader(constants, saved, paths or {}, stands or {})
     for node in graph.nodes:
         reader.node(node)
     return reader.done()
 
 
 class _Reader:
-    def __init__(self, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: dict[str, str]) -> None:
-        self.constants, self.saved, self.paths = constants, saved, paths
+    def __init__(
+        self, constants: dict[str, Any], saved: dict[int, list[torch.Tensor]], paths: Mapping[str, str], stands: Mapping[int, torch.Tensor]
+    ) -> None:
+        self.constants, self.saved, self.paths, self.stands = constants, saved, paths, stands
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.at: dict[tuple[fx.Node, int], int] = {}
@@ -120,7 +126,7 @@ class _Reader:
         self.values[-1].plain = not isinstance(t, GlobalTensor) and not state
         self.at[node, k] = number
         local = t._local if isinstance(t, GlobalTensor) else t
-        self.storage_of.append(_storage(local))
+        self.storage_of.append(_storage(self.stands.get(id(local), local)))
         self.storages.setdefault(self.storage_of[-1], number)
         return number
 
@@ -189,18 +195,25 @@ class _Reader:
         self.numbers[node.name] = number
 
     def _keeps(self, call: Call, node: fx.Node) -> None:
+        """What backward keeps of a call. Of a parameter that was brought here from another layout it is told by its size; what is none of the values counts as
+        much on each rank as results do."""
         seen: set[int] = set()
+        outs = [t for t in tensors_in(node.meta["val"], []) if isinstance(t, GlobalTensor)]
+        here, all_ = sum(t._local.numel() for t in outs), sum(t.numel() for t in outs)
         for t in self.saved.get(node.meta.get("call", -1), ()):
             where = _storage(t)
             if where in seen:
                 continue
             seen.add(where)
             v = self.storages.get(where)
+            if v is None:
+                leaves = (o for o in call.operands if self.values[o].state == "parameter" and self.values[o].layout)
+                v = next((o for o in leaves if torch.Size(self.values[o].shape).numel() == t.numel() and self.values[o].dtype is t.dtype), None)
             if v is not None:
                 self.values[v].saved = True
                 call.keeps += (next((o for o in (*call.operands, *call.outs) if self.storage_of[o] == where), v),)
             else:
-                call.extra += t.numel() * t.element_size()
+                call.extra += t.nbytes * all_ // here if here else t.nbytes
 
     def done(self) -> Calls:
         return Calls(self.calls, self.values, self.outputs, True, self.numbers)

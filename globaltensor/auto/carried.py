@@ -6,6 +6,7 @@ wants there; functions between modules choose for themselves (rules/choose.py). 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch, sharded
 from ..boxing.moves import Layout
 from ..graph.blocks import Block
 from ..graph.nest import replaced, tensors_in
@@ -27,7 +29,7 @@ from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from .planned import Plan, PlanError, PlannedCall
 
-__all__ = ["carried_out", "hooked"]
+__all__ = ["carried_out", "freeing", "hooked"]
 
 
 def carried_out(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
@@ -53,6 +55,7 @@ def carried_out(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module
     hooked(model, plan)
     for path in _recomputed(plan, model):
         model.get_submodule(path).__dict__.setdefault("_stage", Block()).activation_checkpointing = True
+    freeing(model, plan)
     model.__dict__["_automatic_plan"] = plan
     return model
 
@@ -173,6 +176,30 @@ class _Entering:
         if not isinstance(t, GlobalTensor) or t.placement is self.where:
             return t
         return t.to_global(placement=self.where, sbp=layout_on(self.where, t.sbp if layout is None else layout))
+
+
+def freeing(model: nn.Module, plan: Plan) -> None:
+    """Let gathered parameters go after each use in the model's forward, where the plan says so (`sharded.freed`); in a graph the graph does."""
+    if plan.choices.get("freed"):
+        freed = _Freeing()
+        model.register_forward_pre_hook(freed.begin, prepend=True)
+        model.register_forward_hook(freed.end, always_call=True)
+
+
+class _Freeing:
+    """Forward hooks around a model's runs in training, those inside one another too."""
+
+    def __init__(self) -> None:
+        self.open: list[contextlib.ExitStack] = []
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        stack = contextlib.ExitStack()
+        if torch.is_grad_enabled() and not _torch.recording.on:
+            stack.enter_context(sharded.freed())
+        self.open.append(stack)
+
+    def end(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.open.pop().close()
 
 
 def hooked(model: nn.Module, plan: Plan) -> None:

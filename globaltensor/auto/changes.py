@@ -63,7 +63,7 @@ class Changes:
         kept = None if node is None else f.layouts[node][choice[node]][1]
         made = f.made(value, choice)
         wanted = tuple(f.candidates[t].ins[i][choice[f.node_of_call[t]]] for t, i in takers)
-        key = value.shape, value.dtype, value.grad, value.state == "parameter", made, kept, wanted, result
+        key = value.shape, value.dtype, value.grad, value.saved, value.state == "parameter", made, kept, wanted, result
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = (*self._listed(value, made, kept, wanted), *(self._settled(value, made) if result else ()))
@@ -96,7 +96,7 @@ class Changes:
         numbers, seconds = prices.table(value.shape, value.dtype, [src, dst])
         forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
         if own:
-            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
+            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (1 + self.f.twice(value, src, dst))
         if self.f.calls.training and value.grad:
             # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back takes it.
             if own:

@@ -24,7 +24,7 @@ from ..sbp import broadcast
 from ..wrapper import GlobalTensor
 from .arrange import chosen, lay
 from .calls import Calls
-from .carried import hooked
+from .carried import freeing, hooked
 from .planned import Plan
 from .trace import calls_of_model
 
@@ -86,6 +86,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     found = agreed(name, lambda: (chosen(calls, current_cluster(), placement, Auto(), fixed, 2.0), None))
     lay(dict(model.named_parameters()), found)
     hooked(model, found.plan)
+    freeing(model, found.plan)
     model.__dict__["_automatic_plan"] = found.plan
 
 

@@ -4,7 +4,8 @@ One node stands for a call's forward and backward together: by duality the layou
 prices a change of layout with its way back. The gradient of a value with several takers is brought back from each of them to what its maker needs.
 
 A tensor that several calls take has a node of its own, whose strategies are pairs: the layout it is made in, and one more that it is kept in as well, so that
-a change of layout that several takers want is paid once (what OneFlow calls an sbp collector).
+a change of layout that several takers want is paid once (what OneFlow calls an sbp collector). So has a parameter of which calls may take more than a rank
+keeps: what is gathered is a copy, and takes memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boxing.moves import Layout
+from ..boxing.moves import Layout, gathers
 from ..cluster import Cluster
 from ..placement import Placement
 from ..reducer import BUCKET_BYTES
@@ -31,6 +32,8 @@ from .solver import Problem, solve
 __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Use = tuple[tuple[int, int] | None, Array]  # from when to when (None: always), and bytes by strategy
+Pair = tuple[Layout, Layout | None]  # how a value is made, or given, and how it is kept as well
 _PATIENCE = 120.0  # seconds for finding out how little memory would do
 
 
@@ -40,7 +43,8 @@ class Options:
     cluster says. ``collect``: whether several takers may share one change of layout. ``states``: bytes of optimizer state for each byte of a parameter.
     ``fixed``: path of something given -> the layouts it may have. ``hidden``: the part of the gradients' traffic that hides behind computing
     (None: as the cluster says). ``summing``: which hides, that traffic behind the backward pass (0, where this is longer) or the backward pass behind it (1);
-    what lies between is a bound of both (`parts.Weights`)."""
+    what lies between is a bound of both (`parts.Weights`). ``freed``: whether gathered parameters are let go of after each use and gathered again in backward
+    (`sharded.freed`); without, autograd keeps them."""
 
     computation: float = 1.0
     wait: float = 0.0
@@ -50,6 +54,7 @@ class Options:
     fixed: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
     hidden: float | None = None
     summing: float = 0.0
+    freed: bool = False
 
 
 class Known:
@@ -73,7 +78,8 @@ class Formulation:
     candidates: dict[int, Candidates]  # of each call that has a node
     node_of_call: dict[int, int]
     node_of_value: dict[int, int]
-    layouts: dict[int, list[tuple[Layout, Layout | None]]]  # node of a value -> its strategies
+    layouts: dict[int, list[Pair]]  # node of a value -> its strategies
+    copies: dict[int, Array]  # node of a parameter -> bytes that autograd keeps of what was gathered, by its strategies
     known: Known
 
     def made(self, value: Value, choice: Sequence[int]) -> Layout:
@@ -91,9 +97,21 @@ class Formulation:
 
     def least_memory(self, seconds: float | None = None) -> int | None:
         """The least bytes a rank that some plan would do with; None where ``seconds`` (by default 120) have not been enough to find one."""
-        least = dataclasses.replace(self.problem, usage_limit=0)
+        least = dataclasses.replace(self.under(freed=self.calls.training).problem, usage_limit=0)
         found = solve(least, seconds=_PATIENCE if seconds is None else seconds).least_usage
         return None if found is None else math.ceil(found[0])
+
+    def under(self, **changed: Any) -> Formulation:
+        """The problem under other options, that of the weight of computing as it is."""
+        return formulate(self.calls, self.prices.cluster, self.mesh, dataclasses.replace(self.options, **changed), self.known)
+
+    def twice(self, value: Value, src: Layout, dst: Layout) -> bool:
+        """Whether a change of a parameter's layout is made again in backward."""
+        return _twice(self.calls, self.options, value, src, dst)
+
+
+def _twice(calls: Calls, options: Options, value: Value, src: Layout, dst: Layout) -> bool:
+    return options.freed and calls.training and value.saved and bool(gathers(src, dst))
 
 
 def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> float:
@@ -131,7 +149,9 @@ class _Builder:
         self.candidates: dict[int, Candidates] = {}
         self.node_of_call: dict[int, int] = {}
         self.node_of_value: dict[int, int] = {}
-        self.layouts: dict[int, list[tuple[Layout, Layout | None]]] = {}
+        self.layouts: dict[int, list[Pair]] = {}
+        self.copies: dict[int, Array] = {}
+        self.apart: dict[int, tuple[bool, ...]] = {}  # of parameters
         self.end = len(calls.calls)
 
     def build(self) -> Formulation:
@@ -150,8 +170,9 @@ class _Builder:
         for value in self.calls.values:
             self._edges(value)
         return Formulation(
-            self.calls, self.mesh, self.options, self.prices, self.problem, self.candidates, self.node_of_call, self.node_of_value, self.layouts, self.known
-        )
+            self.calls, self.mesh, self.options, self.prices, self.problem, self.candidates, self.node_of_call, self.node_of_value, self.layouts, self.copies,
+            self.known,
+        )  # fmt: skip
 
     # Nodes
 
@@ -162,8 +183,12 @@ class _Builder:
             made = list(fixed)
         takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
         pairs = self._pairs(value, made, takers)
+        usage: list[Use] = []
+        kept, apart = np.zeros(len(pairs)), ()
+        if value.state == "parameter":
+            pairs, apart = self._grown(value, made, pairs, takers)
+            usage, kept = self._copied(value, pairs, apart, takers)
         costs = self._kept_cost(value, pairs)
-        usage: list[tuple[tuple[int, int] | None, Array]] = []
         size = self._bytes(value, [p[0] for p in pairs])
         if value.state == "parameter" and self.calls.training and value.grad:
             usage.append((None, size * (2 + self.options.states)))
@@ -171,11 +196,13 @@ class _Builder:
         else:
             usage.append((None, size))
         self._add(value, pairs, costs, usage)
+        node = self.node_of_value[value.number]
+        self.copies[node], self.apart[node] = kept, apart
 
     def _call(self, number: int) -> None:
         call, found = self.calls.calls[number], self.candidates[number]
         costs = self.options.computation * (found.forward + self.back * found.backward) + np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
-        usage: list[tuple[tuple[int, int] | None, Array]] = []
+        usage: list[Use] = []
         if call.extra and self.calls.training:
             usage.append((self._kept(number), found.share * call.extra))
         for k, v in enumerate(call.outs):
@@ -199,7 +226,7 @@ class _Builder:
             usage.append(((value.maker, self._last(value) + 1) if not (value.saved and self.calls.training) else self._kept(value.maker), copies))
         self._add(value, pairs, self._kept_cost(value, pairs), usage)
 
-    def _add(self, value: Value, pairs: list[tuple[Layout, Layout | None]], costs: Array, usage: list[tuple[tuple[int, int] | None, Array]]) -> None:
+    def _add(self, value: Value, pairs: list[Pair], costs: Array, usage: list[Use]) -> None:
         node = self.problem.node(costs, usage, name=value.path or value.name)
         self.node_of_value[value.number] = node
         self.layouts[node] = pairs
@@ -222,7 +249,7 @@ class _Builder:
         call = self.calls.calls[value.maker]
         return call.inplace or not self.candidates[value.maker].forward.any()
 
-    def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[tuple[tuple[int, int] | None, Array]]:
+    def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[Use]:
         """What a computed value takes: until its last use; kept for backward; and its gradient there."""
         size = self._bytes(value, layouts)
         start, end = value.maker, self._last(value) + 1
@@ -230,7 +257,7 @@ class _Builder:
             return [((start, end), size)]
         if value.saved and not self._single(value):
             return [(self._kept(start), size)]
-        found: list[tuple[tuple[int, int] | None, Array]] = [((start, end), size)]
+        found: list[Use] = [((start, end), size)]
         if value.grad:
             found.append(((2 * self.end - end, 2 * self.end - start), size))
         return found
@@ -243,6 +270,61 @@ class _Builder:
             return np.array([sizes[x] for x in layouts], dtype=float)
 
         return self._once(("bytes", value.shape, value.dtype.itemsize, tuple(layouts)), make)
+
+    # What is gathered of parameters
+
+    def _more(self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]) -> Array:
+        """Whether ``dst`` is more than a rank has in ``src``: it is a copy then, of which memory is kept account."""
+        whole = np.array([not any(e.is_partial for e in y) for y in dst], dtype=bool)
+        return np.asarray((self._bytes(value, dst)[None, :] > self._bytes(value, src)[:, None]) & whole[None, :])
+
+    def _grown(self, value: Value, made: Sequence[Layout], pairs: list[Pair], takers: Sequence[int]) -> tuple[list[Pair], tuple[bool, ...]]:
+        """The strategies of a parameter: those of ``pairs``, each copy that a call may want, and, where several calls may, that each has its own; with whether
+        that is so."""
+        wanted = [self._wanted(value, t) for t in takers]
+
+        def make() -> tuple[list[Pair], tuple[bool, ...]]:
+            copies: dict[Layout, dict[Layout, None]] = {x: {} for x in made}
+            asked = [(w, self._more(value, made, w)) for w in (list(dict.fromkeys(w)) for w in wanted)]
+            several = []
+            for x in made:
+                own = [[y for k, y in enumerate(w) if grown[made.index(x), k]] for w, grown in asked]
+                if len(own) == 1 or self.options.collect:
+                    copies[x] = dict.fromkeys(itertools.chain(*own))
+                if sum(map(bool, own)) > 1:
+                    several.append(x)
+            found = list(dict.fromkeys([*pairs, *((x, y) for x, those in copies.items() for y in those)]))
+            return [*found, *((x, None) for x in several)], (False,) * len(found) + (True,) * len(several)
+
+        key = "grown", value.shape, value.dtype.itemsize, id(pairs), tuple(map(id, wanted)), self.options.collect
+        return self._once(key, make)  # type: ignore[no-any-return]
+
+    def _copied(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]) -> tuple[list[Use], Array]:
+        """What copies of a parameter take, and how much of it autograd keeps: from the first use to its backward, or about each use. Where calls have their own
+        copies, as much as these are at most."""
+        size, noted = self._once(("copies", id(pairs), value.saved, self.options.freed), lambda: self._sizes(value, pairs, apart, takers))
+        if not size.any():
+            return [], size
+        first, last = min(takers), max(takers)
+        if not self.calls.training:
+            return [((first, last + 1), size)], np.zeros(len(pairs))
+        kept = np.where(noted | (not value.saved), 0.0, size)
+        there, back = (first, last + 1), (2 * self.end - last - 1, 2 * self.end - first)
+        usage: list[Use] = [(self._kept(first), kept), (there, size - kept)]
+        # In backward it is there again, if it is let go of, and its gradient is until it has been scattered.
+        usage.append((back, (size - kept) * value.saved + size * value.grad))
+        return [(span, amounts) for span, amounts in usage if amounts.any()], kept
+
+    def _sizes(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]) -> tuple[Array, Array]:
+        """(bytes of copies, whether autograd keeps but a note of them) by strategy."""
+        most = np.zeros(len(pairs))
+        if any(apart):
+            for t in takers:
+                wanted = list(dict.fromkeys(self._wanted(value, t)))
+                most = most + (self._more(value, [x for x, _ in pairs], wanted) * self._bytes(value, wanted)[None, :]).max(1)
+        grown = np.array([y is not None and bool(self._more(value, [x], [y])[0, 0]) for x, y in pairs])
+        noted = np.array([y is not None and _twice(self.calls, self.options, value, x, y) for x, y in pairs])
+        return np.where(apart, most, grown * self._bytes(value, [y for _, y in pairs])), noted
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What other values and formulations have needed too."""
@@ -261,12 +343,12 @@ class _Builder:
         call = self.calls.calls[taker]
         return self.candidates[taker].ins[call.operands.index(value.number)]
 
-    def _pairs(self, value: Value, made: Sequence[Layout], takers: Sequence[int]) -> list[tuple[Layout, Layout | None]]:
+    def _pairs(self, value: Value, made: Sequence[Layout], takers: Sequence[int]) -> list[Pair]:
         """The strategies of a value with a node of its own: how it is made, and how it is kept as well."""
         wanted = [self._wanted(value, t) for t in takers] if self.options.collect else []
 
-        def make() -> list[tuple[Layout, Layout | None]]:
-            alone: list[tuple[Layout, Layout | None]] = [(x, None) for x in made]
+        def make() -> list[Pair]:
+            alone: list[Pair] = [(x, None) for x in made]
             sets = [set(w) for w in wanted]
             several = [x for x in dict.fromkeys(itertools.chain(*wanted)) if sum(x in w for w in sets) > 1 and not any(e.is_partial for e in x)]
             return alone + [(x, y) for x in made for y in several if x != y]
@@ -275,19 +357,22 @@ class _Builder:
 
     def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
-        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", tuple(layouts), tuple(wanted), self.seen, self.options.wait
+        freed = self.options.freed and value.saved
+        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", tuple(layouts), tuple(wanted), self.seen, self.options.wait, freed
         return self._once(key, lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         graded = self.calls.training and value.grad
         if value.state == "parameter":
             there = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
+            if self.options.freed:
+                there = there * np.array([[1 + _twice(self.calls, self.options, value, x, y) for y in wanted] for x in layouts])
             # A leaf keeps its gradient as it lies itself. What brings it there runs beside computing, and what brings the leaf to a call does not.
             back = self.seen * self.prices.gradients(value.shape, value.dtype, wanted, layouts).T if graded else 0.0
             return np.asarray(there + self.options.wait * (there > 0) + back)
         return self._onwards(value, layouts, wanted)
 
-    def _kept_cost(self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]]) -> Array:
+    def _kept_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
         made = list(dict.fromkeys(x for x, _ in pairs))
         kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
         if not kept:
@@ -309,21 +394,27 @@ class _Builder:
             made = self._made(value)
             self.problem.edge(self.node_of_call[value.maker], node, self._same(tuple(made), tuple(pairs)))
         for taker in takers:
-            self.problem.edge(node, self.node_of_call[taker], self._taken(value, tuple(pairs), self._wanted(value, taker)))
+            self.problem.edge(node, self.node_of_call[taker], self._taken(value, tuple(pairs), self._wanted(value, taker), self.apart.get(node, ())))
 
-    def _same(self, made: tuple[Layout, ...], pairs: tuple[tuple[Layout, Layout | None], ...]) -> Array:
+    def _same(self, made: tuple[Layout, ...], pairs: tuple[Pair, ...]) -> Array:
         return self._once(("same", made, pairs), lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]))  # type: ignore[no-any-return]
 
-    def _taken(self, value: Value, pairs: tuple[tuple[Layout, Layout | None], ...], wanted: Sequence[Layout]) -> Array:
-        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", pairs, tuple(wanted), self.seen, self.options.wait
+    def _taken(self, value: Value, pairs: tuple[Pair, ...], wanted: Sequence[Layout], apart: tuple[bool, ...]) -> Array:
+        """``apart``: of a parameter, whether calls have their own copies; else what is more than is kept comes from the second layout."""
+        freed = self.options.freed and value.saved
+        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", pairs, tuple(wanted), self.seen, self.options.wait, freed, apart
         found = self.tables.get(key)
         if found is None:
             made = list(dict.fromkeys(x for x, _ in pairs))
             first = self._change(value, made, wanted)[[made.index(x) for x, _ in pairs]]
+            if apart:
+                first = np.where(self._more(value, [x for x, _ in pairs], wanted) & ~np.array(apart)[:, None], np.inf, first)
             kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
             if kept:
                 # From the second layout it goes on as a value that is computed: what becomes of its gradient is paid where the two meet.
                 second = self._onwards(value, kept, wanted)
+                if apart:
+                    second = np.where(self._more(value, kept, wanted), np.inf, second)
                 rows = np.array([-1 if y is None else kept.index(y) for _, y in pairs])
                 first = np.where((rows >= 0)[:, None], np.minimum(first, second[rows]), first)
             found = self.tables[key] = first

@@ -26,7 +26,8 @@ class PlanError(GlobalTensorError):
 class Change:
     """A change of layout between where a tensor is made and a call that takes it (``taker``; several where they share it, joined by spaces; "output" for
     whoever gets a result). Seconds of the forward pass and of the gradient's way back, and the collectives that each is; ``bytes`` of the whole tensor. Where
-    ``src`` is ``dst`` only the gradient moves: that of a parameter which several ranks hold is summed."""
+    ``src`` is ``dst`` only the gradient moves: that of a parameter which several ranks hold is summed. If a parameter is gathered again in backward,
+    ``forward`` is of both times."""
 
     value: str
     taker: str
@@ -128,7 +129,8 @@ class Plan:
     changes: tuple[Change, ...]
     alternatives: dict[str, Alternative] = field(default_factory=dict)
     over_time: tuple[tuple[int, int], ...] = ()  # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
-    choices: dict[str, Any] = field(default_factory=dict)  # what else was chosen: stages, micro-batches, recomputation, ZeRO
+    #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered parameters are let go of, and gathered again in backward.
+    choices: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)  # how it was found, and how long it took
     spent: dict[str, float] = field(default_factory=dict)  # what the cost is made of: seconds of "computing", "moving" and "updating", less what is "hidden"
     timeline: dict[str, Any] = field(default_factory=dict)  # of the simulated step, as a Chrome trace; nothing where none has been simulated

@@ -43,7 +43,8 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     return Plan(
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
         calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
-        spent=_spent(f, total, planned, changes, given), held=_held(f, given, peak), moments=(1 + calls.training) * len(calls.calls),
+        choices={"freed": True} if any(_noted(f, v, choice) for v in calls.parameters) else {},
+        spent=_spent(f, total, planned, changes, given), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
     )  # fmt: skip
 
 
@@ -66,14 +67,22 @@ def _spent(f: Formulation, total: float, planned: Sequence[PlannedCall], changes
     return spent
 
 
-def _held(f: Formulation, given: Sequence[Given], peak: int) -> dict[str, int]:
-    """What the memory at its peak is made of, in bytes a rank."""
+def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
+    """Whether backward gathers a parameter again."""
+    node = f.node_of_value.get(value.number)
+    made, copy = (None, None) if node is None else f.layouts[node][choice[node]]
+    return made is not None and copy is not None and f.twice(value, made, copy)
+
+
+def _held(f: Formulation, choice: Sequence[int], given: Sequence[Given], peak: int) -> dict[str, int]:
+    """What the memory at its peak is made of, in bytes a rank. What is gathered for the moment counts as activations do."""
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     gradients = sum(g.bytes for g in given if g.name in trained)
     optimizer = int(gradients * f.options.states)
     rest = sum(g.bytes for g in given if g.kind != "parameter")
-    named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "inputs and buffers": rest}
+    copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
+    named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "inputs and buffers": rest, "gathered parameters": copies}
     return {**named, "activations": max(0, peak - sum(named.values()))}
 
 

@@ -18,7 +18,7 @@ from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Problem, Solution, solve
+from .solver import Solution, solve
 
 __all__ = ["Found", "compare", "data_parallel", "priced", "search"]
 
@@ -31,6 +31,7 @@ class Found(NamedTuple):
     choice: Sequence[int]
 
 
+Answer = tuple[Solution, Formulation]  # and the problem by which the solution costs what it does
 _LONGEST = 120.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
@@ -55,7 +56,7 @@ def search(
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
-    solution, told_by = _solved(formulation, _LONGEST if seconds is None else max(0.0, started + seconds - built), agreed)
+    solution, told_by = _within(formulation, _LONGEST if seconds is None else max(0.0, started + seconds - built), agreed)
     solved = time.perf_counter()
     if not solution.feasible:
         raise PlanError(_too_little(formulation, solution))
@@ -63,12 +64,35 @@ def search(
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
     told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
-    return Found(dataclasses.replace(plan, alternatives=others, search=told), formulation, solution.choice)
+    return Found(dataclasses.replace(plan, alternatives=others, search=told), told_by, solution.choice)
+
+
+def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS) -> Answer:
+    """The best choice within the limit of memory, if there is one. First what is best whatever memory it takes: mostly there is enough. Where there is not,
+    gathered parameters may be kept for backward or gathered again, all of them: the better of the two.
+    """
+    end, limit = time.perf_counter() + seconds, formulation.problem.usage_limit
+    if limit is None:
+        return _solved(formulation, seconds, agreed, turns)
+    free = dataclasses.replace(formulation, problem=dataclasses.replace(formulation.problem, usage_limit=None))
+    solution, told_by = _solved(free, seconds / 2, agreed, turns)
+    if solution.feasible and told_by.problem.peak(solution.choice) <= limit:
+        return solution, told_by
+    ways = [formulation, formulation.under(freed=True)] if formulation.calls.training else [formulation]
+    found = [_solved(way, max(0.0, end - time.perf_counter()) / (len(ways) - k), agreed, turns) for k, way in enumerate(ways)]
+    best, told_by = min(found, key=lambda answer: (not answer[0].feasible, answer[0].cost if answer[0].feasible else _least(answer[0])))
+    bound = min((s.bound for s, _ in found if not s.infeasible), default=best.bound)
+    return dataclasses.replace(best, bound=bound, infeasible=all(s.infeasible for s, _ in found)), told_by
+
+
+def _least(solution: Solution) -> float:
+    """What an answer that does not fit says of the memory that would do; inf: nothing."""
+    return math.inf if solution.least_usage is None else float(solution.least_usage[0])
 
 
 def _solved(
     formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS
-) -> tuple[Solution, Formulation]:
+) -> Answer:
     """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
     behind.
 
@@ -76,13 +100,14 @@ def _solved(
     also solved the other way round, and in between: each way is a bound, and the next lies where the choice had the wrong one longer (`parts.Weights`).
     """
     end = time.perf_counter() + seconds
-    first = agreed(_answer(formulation.problem, seconds, _CLOSE if turns else _NEAR))
+    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns else _NEAR))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
 
     def other_way(summing: float) -> Formulation:
-        options = dataclasses.replace(formulation.options, summing=summing)
-        return formulate(formulation.calls, formulation.prices.cluster, formulation.mesh, options, formulation.known)
+        way = formulation.under(summing=summing)
+        way.problem.usage_limit = formulation.problem.usage_limit
+        return way
 
     def both(solution: Solution) -> tuple[float, float]:
         """The cost if r hides behind b, and if b hides behind r: the larger one is right."""
@@ -94,7 +119,7 @@ def _solved(
         return first, formulation
     for _ in range(min(turns, 2) if len(first.choice) > _LARGE else turns):
         way = turned if at == 1.0 else other_way(at)
-        found.append(agreed(_answer(way.problem, max(0.0, end - time.perf_counter()), _NEAR)))
+        found.append(agreed(solve(way.problem, seconds=max(0.0, end - time.perf_counter()), gap=_NEAR)))
         if not found[-1].feasible:
             break
         plain, other = both(found[-1])
@@ -106,16 +131,6 @@ def _solved(
     plain, other = both(best)
     bound = min(max(plain, other), max(float(s.bound) for s in found))
     return dataclasses.replace(best, cost=max(plain, other), bound=bound, log=first.log), formulation if plain >= other else turned
-
-
-def _answer(problem: Problem, seconds: float, gap: float) -> Solution:
-    """The solver's. Of a large problem first what is best whatever memory it takes: mostly there is enough, and it is found sooner."""
-    end = time.perf_counter() + seconds
-    if problem.usage_limit is not None and len(problem.costs) > _LARGE:
-        free = solve(dataclasses.replace(problem, usage_limit=None), seconds=seconds / 2, gap=gap)
-        if free.feasible and problem.peak(free.choice) <= problem.usage_limit:
-            return free
-    return solve(problem, seconds=max(0.0, end - time.perf_counter()), gap=gap)
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
@@ -151,12 +166,17 @@ def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], se
     for v in calls.states():
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
-    found = formulate(calls, formulation.prices.cluster, mesh, dataclasses.replace(options, memory=None, fixed={**fixed, **options.fixed}), formulation.known)
-    solution, _ = _solved(found, seconds, turns=0)
+    end = time.perf_counter() + seconds
+    found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False)
+    solution, told_by = _solved(found, seconds, turns=0)
+    if options.memory is not None and calls.training and solution.feasible and told_by.problem.peak(solution.choice) > options.memory:
+        # Where parameters are gathered again in backward it may fit, at its price.
+        again, by = _solved(found.under(memory=options.memory, freed=True), max(0.0, end - time.perf_counter()), turns=0)
+        solution, told_by = (again, by) if again.feasible else (solution, told_by)
     if not solution.feasible:
         why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
         return Alternative(math.inf, 0, False, why)
-    memory = int(found.problem.peak(solution.choice))
+    memory = int(told_by.problem.peak(solution.choice))
     fits = options.memory is None or memory <= options.memory
     return Alternative(float(solution.cost), memory, fits, "" if fits else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}")
 

@@ -68,6 +68,9 @@ def told(candidate: Candidate, run: Simulation, bound: float, batch: int, log: d
         "recompute": recomputed, "zero": zero, "batch": batch,
     }  # fmt: skip
     given = tuple(_given(ground, values[v], how) for v, how in sorted(kept.items()))
+    parameters = {g.name for g in given if g.kind == "parameter"}
+    if ground.calls.training and any(c.value in parameters and c.src != c.dst and "all_gather" in c.there for c in changes):
+        choices["freed"] = True
     return Plan(
         cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost, bound=bound, seconds=run.seconds, memory=max(run.memory),
         limit=ground.options.memory, timeline=run.trace(),

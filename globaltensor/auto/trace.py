@@ -82,7 +82,8 @@ def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
     kept: dict[int, list[torch.Tensor]] = {}
     with torch.set_grad_enabled(graph.training):
         captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, recorder))
-    found = _read(captured, kept, {})
+    stands = {id(captured.states[node.meta["state"]]): node.meta["val"] for node in captured.program.nodes if "state" in node.meta}
+    found = _read(captured, kept, {}, stands)
     found.training = graph.training
     return captured.logical, found
 
@@ -94,5 +95,5 @@ def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
     return GlobalTensor.wrap(local, Spec.make(t.shape, t.dtype, one, broadcast))
 
 
-def _read(captured: Captured, kept: dict[int, list[torch.Tensor]], paths: dict[str, str]) -> Calls:
-    return read(captured.logical, captured.logical_constants, kept, paths)
+def _read(captured: Captured, kept: dict[int, list[torch.Tensor]], paths: dict[str, str], stands: Mapping[int, torch.Tensor] | None = None) -> Calls:
+    return read(captured.logical, captured.logical_constants, kept, paths, stands)

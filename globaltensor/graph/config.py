@@ -48,6 +48,7 @@ class Config:
         self.schedule: Any = None  # a name, a Schedule, or None: the best for the stages
         self.backend: str | None = None  # of torch.compile
         self.memory: int | None = None  # bytes of activations to be kept at most
+        self.freed = False  # whether gathered parameters are let go of, and gathered again in backward
         self.timeline = False
         self.straighten = "MemoryFirst"
         self.fused: bool | None = None  # None, True: as the optimizers choose
@@ -111,14 +112,15 @@ class Config:
 
     def follow(self, plan: Any) -> None:
         """Take what a plan of ``flow.auto.plan`` has chosen beside the layouts (those `flow.parallelize(model, placement, plan)` takes): the number of
-        micro-batches, the schedule of its stages, and ZeRO: the highest stage that it gives a parameter, for all that are at least as large as the smallest it
-        gives one to. Raises GraphError for what is no plan."""
+        micro-batches, the schedule of its stages, whether gathered parameters are let go of (`sharded.freed`), and ZeRO: the highest stage that it gives a
+        parameter, for all that are at least as large as the smallest it gives one to. Raises GraphError for what is no plan."""
         if not isinstance(getattr(plan, "choices", None), Mapping):
             raise GraphError(f"config.follow takes a plan, of flow.auto.plan(...) or flow.auto.load_plan(file), got {plan!r}")
         chosen = plan.choices
         self.set_gradient_accumulation_steps(chosen.get("micro_batches", 1))
         if chosen.get("schedule"):
             self.set_schedule(chosen["schedule"])
+        self.freed = bool(chosen.get("freed"))
         shared = chosen.get("zero") or {}
         least = min((g.bytes // getattr(torch, g.dtype).itemsize for g in plan.given if g.name in shared), default=1)
         self.enable_zero(bool(shared), stage=max((how["stage"] for how in shared.values()), default=1), shard_min_size=max(1, least))

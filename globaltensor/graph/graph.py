@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import flats, sharded
+from .. import flats
 from ..distributed.world import world
 from ..placement import Placement
 from ..reducer import reducer
@@ -42,7 +42,7 @@ from .pipeline.timeline import Timeline
 from .plan import Applied, Plan, following, plan_of
 from .program import Program, reader
 from .watch import lying, stages_of, watched
-from .zero import Zero
+from .zero import Zero, freeing
 
 __all__ = ["Graph"]
 
@@ -281,7 +281,7 @@ class Graph:
         scale = 1.0 / len(micros)
         if self._scaler is not None:
             scale *= float(self._scaler.scale(torch.ones(())))
-        with sharded.freed() if self._shared[0] is not None and self._shared[0][0] == 3 else contextlib.nullcontext():
+        with freeing(self._shared[0], self.config.freed, built.searched):
             outs = built.run(list(map(_inputs, micros)), scale, True)
         ran = time.time()
         if built.staged is not None:

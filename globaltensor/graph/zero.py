@@ -7,11 +7,14 @@ What users see stays: a parameter shows, and gives, the layout it was placed wit
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
+from .. import sharded
 from ..boxing import box
 from ..contents import replace_local
 from ..distributed.world import world
@@ -23,9 +26,16 @@ from ..sbp import split
 from ..spec import Spec, Stored
 from ..wrapper import GlobalTensor
 
-__all__ = ["Zero", "ZeroError", "shares_of"]
+__all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
 
 LEAST_BYTES, MOST_BYTES = 128 << 10, 25 << 20  # of a bucket of gradients: as large as the largest parameter, within these
+
+
+def freeing(zero: tuple[int, ...] | None, followed: bool, searched: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a step's forward pass: whether gathered parameters are let go of, in ZeRO's third stage, or as a plan says that is ``followed`` or was
+    ``searched`` for."""
+    wanted = followed or (zero is not None and zero[0] == 3) or (searched is not None and searched.choices.get("freed"))
+    return sharded.freed() if wanted else contextlib.nullcontext()
 
 
 class ZeroError(GlobalTensorError):
