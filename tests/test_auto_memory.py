@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import globaltensor as flow
 from globaltensor import sharded
 from globaltensor.auto.carried import freeing
+from globaltensor.auto.foretold import foretell
 from globaltensor.auto.formulate import Options, formulate
 from globaltensor.auto.search import data_parallel, priced, search
 from globaltensor.auto.solver import solve
@@ -117,8 +118,10 @@ def test_copies_cost_what_was_paid_before_and_take_memory() -> None:
     fixed = {**shares, "input_12": ((S(0),),)}
     kept, again = (problem_of(stack(), torch.empty(1 << 14, WIDTH).double(), (4,), fixed=fixed, freed=freed) for freed in (False, True))
     one, two = solve(kept.problem), solve(again.problem)
-    assert one.optimal and two.optimal
-    assert one.choice is not None and two.choice is not None
+    assert one.optimal
+    assert two.optimal
+    assert one.choice is not None
+    assert two.choice is not None
     copies = [sum(f.copies[node][choice[node]] for node in f.copies) for f, choice in ((kept, one.choice), (again, two.choice))]
     assert copies == [(LAYERS - 1) * WIDTH * WIDTH * 8, 0]
     gather = FAST.seconds("all_gather", WIDTH * WIDTH * 8, (0, 1, 2, 3))
@@ -135,9 +138,9 @@ def test_what_is_gathered_is_never_free_of_memory() -> None:
             random = np.random.default_rng(0)
             for value in f.calls.parameters:
                 node = f.node_of_value[value.number]
-                for number in dict.fromkeys(value.takers):
-                    call, at = f.calls.calls[number], f.node_of_call[number]
-                    wanted = f.candidates[number].ins[call.operands.index(value.number)]
+                for taker in dict.fromkeys(value.takers):
+                    call, at = f.calls.calls[taker], f.node_of_call[taker]
+                    wanted = f.candidates[taker].ins[call.operands.index(value.number)]
                     table = sum(t for (i, j), t in zip(f.problem.edges, f.problem.tables, strict=True) if (i, j) == (node, at))
                     for s, k in random.integers((len(f.layouts[node]), len(wanted)), size=(60, 2)):
                         made, copy = f.layouts[node][s]
@@ -158,9 +161,9 @@ def test_calls_that_share_a_parameter_may_each_have_a_copy() -> None:
         node = f.node_of_value[f.calls.parameters[0].number]
         for e, (i, j) in enumerate(free.edges):
             if i == node:  # as if whatever is wanted could be had from how it is kept
-                number = next(c for c, at in f.node_of_call.items() if at == j)
-                value, call = f.calls.parameters[0], f.calls.calls[number]
-                wanted = f.candidates[number].ins[call.operands.index(value.number)]
+                taker = next(c for c, at in f.node_of_call.items() if at == j)
+                value, call = f.calls.parameters[0], f.calls.calls[taker]
+                wanted = f.candidates[taker].ins[call.operands.index(value.number)]
                 there = f.prices.fetched(value.shape, value.dtype, [x for x, _ in f.layouts[node]], wanted)
                 back = f.prices.gradients(value.shape, value.dtype, wanted, [x for x, _ in f.layouts[node]]).T * (1 - 0.9)
                 free.tables[e] = np.minimum(free.tables[e], there + back)
@@ -197,15 +200,19 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
     options = Options(fixed={**shares, "input_16": ((S(0),),)})
     roomy = search(calls, FAST, where, options, compared=False)
     least = roomy.formulation.least_memory()
-    assert least is not None and least < roomy.plan.memory
+    assert least is not None
+    assert least < roomy.plan.memory
     tight = search(calls, FAST, where, dataclasses.replace(options, memory=least), compared=False)
     assert not roomy.plan.choices.get("freed")
-    assert tight.plan.choices["freed"] and tight.plan.memory <= least
+    assert tight.plan.choices["freed"]
+    assert tight.plan.memory <= least
     assert tight.plan.cost > roomy.plan.cost
     assert tight.plan.cost == pytest.approx(tight.formulation.problem.evaluate(tight.choice))
     spent = tight.plan.spent
     assert spent["computing"] + spent["moving"] + spent["updating"] - spent["hidden"] == pytest.approx(tight.plan.cost), "the second time is moving too"
-    assert "freed" in tight.plan.report()
+    assert "gathered again in backward" in tight.plan.report()
+    again = foretell(tight.plan, FAST, calls, options)
+    assert again.seconds == pytest.approx(foretell(tight.plan).seconds, rel=1e-6), "priced anew, both times are there"
     kept = solve(dataclasses.replace(roomy.formulation.problem, usage_limit=least))
     assert not kept.feasible, "with copies kept nothing fits"
 
@@ -234,7 +241,9 @@ def test_ways_that_are_compared_may_let_go_too() -> None:
     roomy, tight = priced(f, shares), priced(f.under(freed=True), shares)
     assert roomy == tight, "without a limit nothing is let go of"
     limited = priced(f.under(memory=roomy.memory - 1), shares)
-    assert limited.fits and limited.memory < roomy.memory and limited.cost > roomy.cost
+    assert limited.fits
+    assert limited.memory < roomy.memory
+    assert limited.cost > roomy.cost
     assert not priced(f.under(memory=1 << 10), data_parallel(calls, f.mesh)).fits
 
 
@@ -250,10 +259,12 @@ def test_a_plan_in_shares_and_stages_is_carried_out(mesh: tuple[int, ...], stage
 
 
 def test_in_eager_mode_a_models_forward_lets_go() -> None:
+    plain, x = stack(16, 2), values(4, 16)
+    plan = search(calls_of_model(plain, (x,)), FAST, Placement("cpu", [0, 1]), Options(), compared=False).plan
+
     def run(freed: bool) -> tuple[list[int], list[Tensor]]:
-        place, x = flow.placement.all("cpu"), values(4, 16)
-        model = stack(16, 2).to_global(place, S(0))  # type: ignore[operator]
-        plan = search(calls_of_model(stack(16, 2), (x,)), FAST, Placement("cpu", [0, 1]), Options(), compared=False).plan
+        place = flow.placement.all("cpu")
+        model = copy.deepcopy(plain).to_global(place, S(0))
         freeing(model, dataclasses.replace(plan, choices={"freed": freed}))
         noted: list[int] = []
         model[2].register_forward_hook(lambda *_: noted.append(sharded._state().freed))

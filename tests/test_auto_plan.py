@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import nn
 import globaltensor as flow
 from globaltensor.auto import api, formulate
 from globaltensor.auto import search as search_module
+from globaltensor.auto.foretold import foretell
 from globaltensor.auto.formulate import Known, Options, _Builder
+from globaltensor.auto.meshes import meshes
 from globaltensor.auto.planned import Plan, PlanError
 from globaltensor.auto.search import priced, search
 from globaltensor.auto.solver import Solution, solve
@@ -167,6 +170,37 @@ def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(monkeypatch: p
     assert plan.choices["micro_batches"] == 1
     assert len(plan.choices["stages"]) == 1
     assert "data parallel" in plan.alternatives
+
+
+@pytest.mark.parametrize(("name", "width", "rows"), [("dgx-h100", 128, 256), ("dgx-h100", 512, 32), ("ethernet-10g", 256, 64), ("pcie-a100", 256, 1024)])
+def test_no_mesh_has_a_plan_that_is_better(name: str, width: int, rows: int) -> None:
+    """Whatever the search over everything thinks of meshes: the solver is asked about each that may be the best."""
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+        model, x = nn.Sequential(*layers), torch.empty(rows, width)
+    cluster = Cluster.preset(name).with_size(8)
+    plan, calls = flow.auto.plan(model, (x,), cluster), calls_of_model(model, (x,))
+    assert plan.bound <= plan.cost
+    for where in meshes(8, cluster, 2):
+        one = search(calls, cluster, where, Options(memory=cluster.memory or None), compared=False).plan
+        assert min(plan.cost, plan.seconds) <= one.cost * (1 + 1e-3), where.shape
+        assert plan.bound <= one.cost * (1 + 1e-9), where.shape
+
+
+def test_the_solvers_plan_on_one_mesh_is_what_is_simulated_and_shown() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), torch.empty(1 << 14, 512)
+    cluster = Cluster.preset("dgx-h100").with_size(4)
+    plan = flow.auto.plan(model, (x,), cluster)
+    (stage,) = plan.choices["stages"]
+    assert (stage["lane"], stage["ranks"], tuple(stage["mesh"]), stage["memory"]) == (0, [0, 4], plan.mesh, plan.memory)
+    assert plan.seconds == pytest.approx(plan.cost, rel=0.05)
+    slower = dataclasses.replace(cluster, name="slower", flops={kind: rate / 8 for kind, rate in cluster.flops.items()})
+    calls = calls_of_model(model, (x,))
+    assert foretell(plan, cluster, calls).seconds == pytest.approx(plan.seconds, rel=0.02)
+    assert foretell(plan, slower, calls).seconds > 2 * plan.seconds
+    assert max(level for _, level in plan.over_time) == plan.memory
+    assert plan.timeline["traceEvents"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- prices and files

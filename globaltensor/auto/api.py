@@ -26,9 +26,10 @@ from ..wrapper import GlobalTensor
 from .calls import Calls
 from .candidates import fills
 from .everything import everything
+from .foretold import on_a_clock
 from .formulate import Options, formulate
 from .planned import Plan, PlanError
-from .search import compare, data_parallel, search
+from .search import Found, compare, data_parallel, search
 from .trace import calls_of_model, captured_calls
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
@@ -81,6 +82,8 @@ def plan(
 
 
 _FEW = 2  # devices that are worth but one mesh
+_LARGE = 1000  # nodes of a problem that is solved on one mesh only
+_FEWER = 2  # turns of the solver (`search.search`) on meshes beside the first
 _BROAD = 0.6  # the part of the time for the search over everything, before that on the mesh it has found
 
 
@@ -100,24 +103,60 @@ def _rows(given: Any) -> list[int]:
 
 
 def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock) -> Plan:
-    """Mesh, stages, micro-batches, recomputation and shares are searched too. What needs neither stages nor micro-batches is a plan on one mesh, whose other
-    ways are priced with it; beside one in stages the known ways on one axis are."""
+    """Mesh, stages, micro-batches, recomputation and shares are searched too. Beside a plan on one mesh the known ways on that are priced, beside one in stages
+    those on one axis."""
     calls, rows = calls_of_model(model, *given), _rows(given)[0]
     done = everything(lambda n: calls if n == rows else calls_of_model(model, *_of_batch(given, n)), rows, cluster, None, options, None, left(_BROAD))
-    one = len(done.choices["stages"]) == 1 and done.choices["micro_batches"] == 1 and not done.choices["recompute"] and not done.choices["zero"]
-    where = mesh_of(done.choices["mesh"] if one else None, cluster)
-    recipes = recipes_of(model, calls, where)
-    if one:
-        with contextlib.suppress(PlanError):  # by its own account of memory, or in the time that is left, it may have none: that of the other search is one
-            plan = search(calls, cluster, where, options, left(), recipes).plan
-            if plan.optimal or plan.cost <= done.cost:
-                found = {"choices": done.choices, "search": {**done.search, **plan.search}}
-                return dataclasses.replace(plan, bound=min(plan.bound, done.search["bound_gathered_once"]), seconds=done.seconds, **found)
-            return dataclasses.replace(done, alternatives=plan.alternatives)
-    known = formulate(calls, cluster, where, dataclasses.replace(options, memory=None))
-    ways = {"data parallel": data_parallel(calls, where), **recipes}
-    limited = dataclasses.replace(known, options=options)
-    return dataclasses.replace(done, alternatives=compare(limited, ways, left()))
+    found, bound = _on_meshes(done, calls, cluster, options, left)
+    known = found.formulation if found is not None else formulate(calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options)
+    ways = {"data parallel": data_parallel(calls, known.mesh), **recipes_of(model, calls, known.mesh)}
+    others = compare(known, ways, left())
+    if found is None:
+        return dataclasses.replace(done, bound=bound, alternatives=others)
+    plan = found.plan
+    choices = {"mesh": list(plan.mesh), "stages": [_stage(plan)], "micro_batches": 1, "schedule": None, "recompute": [], "zero": {}, "batch": rows}
+    plan = dataclasses.replace(plan, choices={**choices, **plan.choices}, search={**done.search, **plan.search}, alternatives=others)
+    run = on_a_clock(plan, cluster)
+    return dataclasses.replace(plan, bound=min(plan.cost, bound), seconds=run.seconds, timeline=run.trace())
+
+
+def _stage(plan: Plan) -> dict[str, Any]:
+    """All of a plan on one mesh."""
+    names, modules = [c.name for c in plan.calls], list(dict.fromkeys(c.module for c in plan.calls))
+    whole = {"mesh": list(plan.mesh), "calls": [*names[:1], *names[-1:]], "modules": modules, "recompute": [], "memory": plan.memory}
+    return {"lane": 0, "ranks": [0, math.prod(plan.mesh)], **whole}
+
+
+def _single(plan: Plan) -> bool:
+    """Whether it has one mesh, in one go, and nothing that the solver does not know."""
+    return len(plan.choices["stages"]) == 1 and plan.choices["micro_batches"] == 1 and not plan.choices["recompute"] and not plan.choices["zero"]
+
+
+def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock) -> tuple[Found | None, float]:
+    """The plan on one mesh, by the solver, that is to take the place of ``done``, if any, and what no plan costs less than.
+
+    The solver knows the mesh as a whole, and what the runtime gathers together. So a plan on one mesh is its plan there; and, unless the problem is large, it
+    is asked about every mesh on which by its bound something better than the best so far may be found."""
+    bounds = {tuple(shape): bound for bound, shape in done.search["bounds_of_meshes"]}
+    first, large = [done.mesh] if _single(done) else [], len(calls.calls) + len(calls.parameters) > _LARGE
+    best, least = None, min(done.cost, done.seconds)
+    for shape in first + sorted((shape for shape in bounds if shape not in first), key=bounds.__getitem__):
+        if shape not in first and (large or bounds[shape] >= least):
+            continue
+        with contextlib.suppress(PlanError):  # by its own account of memory, or in the time that is left, it may have none
+            where = mesh_of(shape, cluster)
+            if shape not in first:  # a glance may tell that it is not worth a closer look
+                bounds[shape] = max(bounds[shape], search(calls, cluster, where, options, left(), compared=False, turns=0).plan.bound)
+                if bounds[shape] >= least:
+                    continue
+            found = search(calls, cluster, where, options, left(), compared=False, turns=None if shape in first else _FEWER)
+            bounds[shape] = max(bounds[shape], found.plan.bound)
+            if found.plan.cost < least or (shape in first and (found.plan.optimal or found.plan.cost <= done.cost)):
+                best, least = found, found.plan.cost
+    if large and not first:
+        return None, done.bound
+    pipelines = done.search["bound_of_pipelines"]
+    return best, min([least, *bounds.values(), *([] if pipelines is None else [pipelines])])
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster:

@@ -37,6 +37,9 @@ def besides(plan: Plan) -> list[tuple[str, str]]:
     for name, value in choices.items():
         if name == "mesh" or (name == "stages" and not isinstance(value, int)):
             continue  # one stage is no choice; the mesh stands in the headline
+        if name == "freed":
+            rows.append(("gathered parameters", "let go of after each use, gathered again in backward"))
+            continue
         text = _zero(value) if name == "zero" and isinstance(value, Mapping) else _parts(value) if name == "recompute" else told(value)
         if text:
             rows.append((str(name).replace("_", " "), text))

@@ -124,8 +124,10 @@ class _Search:
             raise PlanError(self._too_little())
         self._reschedule(until)
         self._tighten(until)
-        once = min([self.once.get(key, bound) for key, bound in self.bounds.items()])
-        self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": once}
+        others = min((bound for key, bound in self.bounds.items() if key not in self.once), default=math.inf)
+        self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": min(others, *self.once.values(), math.inf)}
+        self.log["bound_of_pipelines"] = others if math.isfinite(others) else None
+        self.log["bounds_of_meshes"] = sorted([bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items())
 
     # The space
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..boxing.moves import Layout
+from ..boxing.moves import Layout, gathers
 from ..cluster import Cluster
 from ..graph.plan import entry
 from .calls import Calls, Value
@@ -23,7 +23,7 @@ from .prices import Prices, duals
 from .reading import short
 from .simulated import Simulation, Stage, step
 
-__all__ = ["foretell", "repriced"]
+__all__ = ["foretell", "on_a_clock", "repriced"]
 
 
 def foretell(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = None, options: Options | None = None) -> Simulation:
@@ -42,16 +42,25 @@ def foretell(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = N
         if calls is None:
             raise PlanError("to price a plan for another cluster takes the calls that it was made of: foretell(plan, cluster, calls)")
         plan = repriced(plan, cluster, calls, options or Options())
-    stages = _stages(plan)
+    return on_a_clock(plan, cluster)
+
+
+def on_a_clock(plan: Plan, cluster: Cluster) -> Simulation:
+    """Simulate a step of a plan whose calls and changes are priced for this cluster."""
     lanes = [s["lane"] for s in plan.choices.get("stages", ())] or [0]
-    return step(stages, plan.choices.get("schedule") or "1f1b", lanes, plan.choices.get("micro_batches", 1), cluster)
+    return step(_stages(plan), plan.choices.get("schedule") or "1f1b", lanes, plan.choices.get("micro_batches", 1), cluster)
+
+
+def _priced_by_stages(plan: Plan) -> bool:
+    """Whether it says what stages cost: the search over everything does, the solver's plan on one mesh does not."""
+    told = plan.choices.get("stages") or ()
+    return bool(told) and all("costs" in s for s in told)
 
 
 def _stages(plan: Plan) -> list[Stage]:
     """The stages of a plan as the simulator takes them."""
-    told = plan.choices.get("stages") or ()
-    if told and all("costs" in s for s in told):
-        return [Stage(**s["costs"]) for s in told]
+    if _priced_by_stages(plan):
+        return [Stage(**s["costs"]) for s in plan.choices["stages"]]
     forward, backward = _seconds(plan.calls, plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
     gathers, sums = _aside(plan.changes, {g.name for g in plan.given if g.kind == "parameter"})
     return [Stage(forward + gathers, backward, 0.0, 0.0, sums, plan.spent.get("updating", 0.0), float(plan.memory), ranks=math.prod(plan.mesh))]
@@ -73,16 +82,17 @@ def _aside(changes: Sequence[Change], leaves: set[str]) -> tuple[float, float]:
 def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Plan:
     """The same plan with the seconds of another cluster. Raises PlanError for calls that are not the plan's."""
     where = mesh(tuple(plan.mesh))
-    prices = Prices(cluster, where, bucket_of(calls), 0 if plan.choices.get("stages") else gathered_of(calls))
-    zero = plan.choices.get("zero", {})
-    pricer = _Pricer(prices, Menu(prices, calls.training), calls, zero)
+    staged, zero = _priced_by_stages(plan), plan.choices.get("zero", {})
+    prices = Prices(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
+    twice = bool(plan.choices.get("freed")) and not staged  # stages say what they gather by themselves
+    pricer = _Pricer(prices, Menu(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
     values = {v.path or v.name: v for v in calls.values}
     trained = [g for g in plan.given if g.kind == "parameter" and plan.training]
     update = {g.name: _update(g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout) for g in trained}
     choices = dict(plan.choices)
-    if choices.get("stages"):
+    if staged:
         choices["stages"] = [_stage(s, plan, (changed, changes), update) for s in choices["stages"]]
     spent = {**plan.spent, "updating": sum(update.values())}
     return dataclasses.replace(plan, cluster=cluster.name, calls=changed, changes=changes, spent=spent, choices=choices)
@@ -123,8 +133,8 @@ def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall]
 
 
 class _Pricer:
-    def __init__(self, prices: Prices, menu: Menu, calls: Calls, zero: dict[str, Any]) -> None:
-        self.prices, self.menu, self.calls, self.zero = prices, menu, calls, zero
+    def __init__(self, prices: Prices, menu: Menu, calls: Calls, zero: dict[str, Any], twice: bool) -> None:
+        self.prices, self.menu, self.calls, self.zero, self.twice = prices, menu, calls, zero, twice
         self.values = {v.path or v.name: v for v in calls.values}
         self.named = {c.name: c for c in calls.calls}
 
@@ -150,7 +160,8 @@ class _Pricer:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [src, dst])
         there, back = float(seconds[numbers[src], numbers[dst]]), 0.0
         if value.state == "parameter":
-            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0])
+            again = self.twice and value.saved and gathers(src, dst)
+            there = float(self.prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (2 if again else 1)
         elif told.taker == "output":
             there = float(self.prices.settled(value.shape, value.dtype, [src])[0])
         if told.backward:

@@ -49,14 +49,17 @@ def search(
     recipes: Mapping[str, Any] | None = None,
     agreed: Callable[[Solution], Solution] = lambda solution: solution,
     compared: bool = True,
+    turns: int | None = None,
 ) -> Found:
     """The best plan on this mesh. ``seconds``: stop after so long with the best so far, what is priced beside it included. ``recipes``: name -> {path: layouts}
-    of other ways to price; with ``compared=False`` none are, nor data parallelism. ``agreed``: of what each rank has found, what all take: where time runs out
+    of other ways to price; with ``compared=False`` none are, nor data parallelism. ``turns``: how often at most to solve again where gradients take longer than
+    what they hide behind. ``agreed``: of what each rank has found, what all take: where time runs out
     they may differ. Raises PlanError where no plan fits into the memory, naming the least that would do, and where none was found in the time."""
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
-    solution, told_by = _within(formulation, _LONGEST if seconds is None else max(0.0, started + seconds - built), agreed)
+    left = _LONGEST if seconds is None else max(0.0, started + seconds - built)
+    solution, told_by = _within(formulation, left, agreed, _TURNS if turns is None else turns)
     solved = time.perf_counter()
     if not solution.feasible:
         raise PlanError(_too_little(formulation, solution))
@@ -100,7 +103,7 @@ def _solved(
     also solved the other way round, and in between: each way is a bound, and the next lies where the choice had the wrong one longer (`parts.Weights`).
     """
     end = time.perf_counter() + seconds
-    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns else _NEAR))
+    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
 
@@ -167,7 +170,7 @@ def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], se
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     end = time.perf_counter() + seconds
-    found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False)
+    found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0)
     solution, told_by = _solved(found, seconds, turns=0)
     if options.memory is not None and calls.training and solution.feasible and told_by.problem.peak(solution.choice) > options.memory:
         # Where parameters are gathered again in backward it may fit, at its price.
