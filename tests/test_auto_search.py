@@ -235,6 +235,39 @@ def test_batches_that_a_model_runs_otherwise_are_left_out(odd: int, most: tuple[
         everything(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), Space(stages=[1], micro_batches=[16 // min(seen)]))
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [[nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU()] for _ in range(8)]
+        self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> None:
+    """They would be other statistics, and the loss another."""
+    slow = Cluster(node_size=1, node_bandwidth=1e7, node_latency=1e-3, bandwidth=1e7, flops={"float32": 1e9}, size=4)
+
+    def of(model: nn.Module) -> Any:
+        return lambda rows: calls_of_model(model, (torch.empty(rows, 256),))
+
+    training, evaluated = Normed(), Normed().eval()
+    plan = everything(of(training), 64, slow, 4)
+    assert plan.choices["micro_batches"] == len(plan.choices["stages"]) == 1
+    assert "blocks.0.1 takes statistics of the batch" in plan.report()
+    other = everything(of(evaluated), 64, slow, 4)
+    assert other.choices["micro_batches"] > 1, "on this network a pipeline is best"
+    assert "statistics" not in other.report()
+    asked = everything(of(training), 64, slow, 4, None, Space(stages=[4], micro_batches=[8]))
+    assert asked.choices["micro_batches"] == 8, "whoever asks for them has them"
+    with pytest.raises(PlanError, match=r"1 stage of 4 devices") as told:
+        everything(of(training), 64, slow, 4, Options(memory=1000))
+    assert "stages of" not in str(told.value)
+
+
 def test_schedules_that_have_too_few_segments_are_left_out() -> None:
     of = capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]), 8)
     plan = everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), micro_batches=[4]))

@@ -107,17 +107,17 @@ def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options
     those on one axis."""
     calls, rows = calls_of_model(model, *given), _rows(given)[0]
     done = everything(lambda n: calls if n == rows else calls_of_model(model, *_of_batch(given, n)), rows, cluster, None, options, None, left(_BROAD))
-    found, bound = _on_meshes(done, calls, cluster, options, left)
+    found = _on_meshes(done, calls, cluster, options, left)
     known = found.formulation if found is not None else formulate(calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options)
     ways = {"data parallel": data_parallel(calls, known.mesh), **recipes_of(model, calls, known.mesh)}
     others = compare(known, ways, left())
     if found is None:
-        return dataclasses.replace(done, bound=bound, alternatives=others)
+        return dataclasses.replace(done, alternatives=others)
     plan = found.plan
     choices = {"mesh": list(plan.mesh), "stages": [_stage(plan)], "micro_batches": 1, "schedule": None, "recompute": [], "zero": {}, "batch": rows}
     plan = dataclasses.replace(plan, choices={**choices, **plan.choices}, search={**done.search, **plan.search}, alternatives=others)
     run = on_a_clock(plan, cluster)
-    return dataclasses.replace(plan, bound=min(plan.cost, bound), seconds=run.seconds, timeline=run.trace())
+    return dataclasses.replace(plan, seconds=run.seconds, timeline=run.trace())
 
 
 def _stage(plan: Plan) -> dict[str, Any]:
@@ -132,14 +132,15 @@ def _single(plan: Plan) -> bool:
     return len(plan.choices["stages"]) == 1 and plan.choices["micro_batches"] == 1 and not plan.choices["recompute"] and not plan.choices["zero"]
 
 
-def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock) -> tuple[Found | None, float]:
-    """The plan on one mesh, by the solver, that is to take the place of ``done``, if any, and what no plan costs less than.
+def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock) -> Found | None:
+    """The plan on one mesh, by the solver, that is to take the place of ``done``, if any. Its bound is that of all meshes and pipelines.
 
     The solver knows the mesh as a whole, and what the runtime gathers together. So a plan on one mesh is its plan there; and, unless the problem is large, it
     is asked about every mesh on which by its bound something better than the best so far may be found."""
     bounds = {tuple(shape): bound for bound, shape in done.search["bounds_of_meshes"]}
     first, large = [done.mesh] if _single(done) else [], len(calls.calls) + len(calls.parameters) > _LARGE
-    best, least = None, min(done.cost, done.seconds)
+    best: Found | None = None
+    least = min(done.cost, done.seconds)
     for shape in first + sorted((shape for shape in bounds if shape not in first), key=bounds.__getitem__):
         if shape not in first and (large or bounds[shape] >= least):
             continue
@@ -153,10 +154,11 @@ def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, lef
             bounds[shape] = max(bounds[shape], found.plan.bound)
             if found.plan.cost < least or (shape in first and (found.plan.optimal or found.plan.cost <= done.cost)):
                 best, least = found, found.plan.cost
-    if large and not first:
-        return None, done.bound
+    if best is None:
+        return None
     pipelines = done.search["bound_of_pipelines"]
-    return best, min([least, *bounds.values(), *([] if pipelines is None else [pipelines])])
+    bound = min([best.plan.cost, *bounds.values(), *([] if pipelines is None else [pipelines])])
+    return best._replace(plan=dataclasses.replace(best.plan, bound=bound))
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster:

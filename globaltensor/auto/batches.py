@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from ..boxing.moves import Layout
 from ..placement import Placement
@@ -22,7 +23,7 @@ from .planned import PlanError
 from .prices import Prices
 from .signatures import Signature, composed, signatures
 
-__all__ = ["BatchMenu", "Batches"]
+__all__ = ["BatchMenu", "Batches", "takes_statistics"]
 
 _PROBED = 8
 _ENTRIES: Final = {"broadcast": broadcast, "partial": partial_sum}
@@ -163,6 +164,14 @@ class BatchMenu(Menu):
             return True
         seen = self.batches.composition(call, tuple(_dims([x[a] for x in ins]) for a in both))
         return seen is not None and seen == [_dims([x[a] for a in both]) for x in outs]
+
+
+def takes_statistics(calls: Calls) -> str:
+    """The first call that normalizes by statistics of the batch, as batch norm does in training: in micro-batches it gives other numbers. "": there is none."""
+    return next((c.module or c.name for c in calls.calls if c.func in _BATCH_NORMS and (c.args[5] if len(c.args) > 5 else c.kwargs.get("training"))), "")
+
+
+_BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
 def _dims(entries: Iterable[Sbp]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..cluster import Cluster
 from ..graph.pipeline import promise
 from ..placement import Placement
-from .batches import Batches
+from .batches import Batches, takes_statistics
 from .calls import Calls
 from .candidates import roofline
 from .formulate import Options, bucket_of
@@ -45,7 +45,9 @@ _ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one sta
 @dataclass(frozen=True)
 class Space:
     """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only these, None: all that are sensible. ``axes``: of a mesh at
-    most. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even part."""
+    most. ``micro_batches`` of models that take statistics of the batch (batch norm) give other numbers, as with any accumulation of gradients: unless they are
+    asked for there are none. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even
+    part."""
 
     stages: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
@@ -93,6 +95,9 @@ class _Search:
         #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once.
         self.once: dict[tuple[int, int, Placement], float] = {}
         self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
+        self.statistics = takes_statistics(batches.whole)
+        if self.statistics and not space.micro_batches:
+            self.log["one_batch"] = f"{self.statistics} takes statistics of the batch, which would be others of micro-batches: there are none, and no pipelines"
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
         self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
         self._later: list[tuple[float, Setting, Ground, int]] = []
@@ -144,10 +149,13 @@ class _Search:
                 yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
 
     def _micros(self, stages: int) -> list[int]:
-        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those of the space."""
+        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those of the space. Where statistics are taken of the batch, one:
+        a plan changes no number."""
         batch, wanted = self.batches.batch, self.space.micro_batches
         if wanted:
             return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
+        if self.statistics:
+            return [1] if stages == 1 else []
         able = [m for m in divisors(batch) if (m >= stages or stages == 1) and (self.batches.whole.training or m == 1 or stages > 1)]
         found: list[int] = []
         for m in able:
@@ -333,6 +341,8 @@ class _Search:
         least, where = math.inf, ""
         for stages in self.space.stages or divisors(self.devices):
             if stages > len(self.chain.segments) or self.devices % stages:
+                continue
+            if stages > 1 and self.statistics and not self.space.micro_batches:
                 continue
             micros = max(self._micros(stages), default=1)
             for mesh in meshes(self.devices // stages, self.cluster, 1):

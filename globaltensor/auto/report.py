@@ -212,6 +212,8 @@ def _search(plan: Plan) -> list[str]:
     facts = [f"{name} {seconds(x)}" for name, x in times.items()]
     if isinstance(plan.search.get("nodes"), int):
         facts.append(f"{plan.search['nodes']} nodes")
+    if isinstance(plan.search.get("one_batch"), str):
+        facts.append(plan.search["one_batch"])
     log = plan.search.get("log")
     if isinstance(log, Mapping):
         facts += [f"{str(name).replace('_', ' ')} {value}" for name, value in log.items() if isinstance(value, (int, float, str))]
