@@ -78,13 +78,13 @@ def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution
     if limit is None:
         return _solved(formulation, seconds, agreed, turns)
     free = dataclasses.replace(formulation, problem=dataclasses.replace(formulation.problem, usage_limit=None))
-    solution, told_by = _solved(free, seconds / 2, agreed, turns)
-    if solution.feasible and told_by.problem.peak(solution.choice) <= limit:
-        return solution, told_by
+    roomy, told_by = _solved(free, seconds / 2, agreed, turns)
+    if roomy.feasible and told_by.problem.peak(roomy.choice) <= limit:
+        return roomy, told_by
     ways = [formulation, formulation.under(freed=True)] if formulation.calls.training else [formulation]
     found = [_solved(way, max(0.0, end - time.perf_counter()) / (len(ways) - k), agreed, turns) for k, way in enumerate(ways)]
     best, told_by = min(found, key=lambda answer: (not answer[0].feasible, answer[0].cost if answer[0].feasible else _least(answer[0])))
-    bound = min((s.bound for s, _ in found if not s.infeasible), default=best.bound)
+    bound = max(roomy.bound, min((s.bound for s, _ in found if not s.infeasible), default=best.bound))
     return dataclasses.replace(best, bound=bound, infeasible=all(s.infeasible for s, _ in found)), told_by
 
 
