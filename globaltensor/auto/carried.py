@@ -199,7 +199,8 @@ class _Freeing:
         self.open.append(stack)
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.open.pop().close()
+        if self.open:  # not where a hook has failed that came before `begin`
+            self.open.pop().close()
 
 
 def hooked(model: nn.Module, plan: Plan) -> None:

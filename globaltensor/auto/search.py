@@ -53,8 +53,8 @@ def search(
 ) -> Found:
     """The best plan on this mesh. ``seconds``: stop after so long with the best so far, what is priced beside it included. ``recipes``: name -> {path: layouts}
     of other ways to price; with ``compared=False`` none are, nor data parallelism. ``turns``: how often at most to solve again where gradients take longer than
-    what they hide behind. ``agreed``: of what each rank has found, what all take: where time runs out
-    they may differ. Raises PlanError where no plan fits into the memory, naming the least that would do, and where none was found in the time."""
+    what they hide behind. ``agreed``: of what each rank has found, what all take: where time runs out they may differ. Raises PlanError where no plan fits into
+    the memory, naming the least that would do, and where none was found in the time."""
     started = time.perf_counter()
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
