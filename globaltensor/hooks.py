@@ -116,15 +116,18 @@ class _Node:
         return getattr(self.node, name)
 
     def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        duals = self.duals  # not ``self``, whose node would hold itself by its hook: no collector sees that
+
         def run(inputs: Any, outputs: Any) -> Any:
-            given = hook(self._global(inputs), self._global(outputs))
-            return None if given is None else tuple(_given_back(g, d) for g, d in zip(given, self.duals, strict=True))
+            given = hook(_global(inputs, duals), _global(outputs, duals))
+            return None if given is None else tuple(_given_back(g, d) for g, d in zip(given, duals, strict=True))
 
         return self.node.register_hook(run)
 
-    def _global(self, grads: Sequence[Any]) -> tuple[Any, ...]:
-        pairs = zip(grads, self.duals, strict=True)
-        return tuple(g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in pairs)
+
+def _global(grads: Sequence[Any], duals: Sequence[Spec | None]) -> tuple[Any, ...]:
+    pairs = zip(grads, duals, strict=True)
+    return tuple(g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in pairs)
 
 
 def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:

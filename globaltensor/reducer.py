@@ -52,11 +52,14 @@ def summed(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | Non
 
 
 class LeafGradient:
-    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, lying as ``kept``: the leaf's own layout, or shares."""
+    """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, lying as ``kept``: the leaf's own layout, or shares.
+
+    It is there as long as the leaf's local tensor, whose hook holds it. It must not hold that in turn: of these hooks torch shows the collector nothing, so that
+    parameters would stay for good."""
 
     def __init__(self, leaf: GlobalTensor, number: int) -> None:
         self.number = number
-        self.local = leaf._local
+        self._local = weakref.ref(leaf._local)
         self.spec = leaf._spec
         self.dual = leaf._spec.dual()
         self.reduce_dtype = leaf._reduce_dtype
@@ -72,6 +75,12 @@ class LeafGradient:
         self.keep(leaf._grad_shard)
         reducer().leaves[number] = self
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
+
+    @property
+    def local(self) -> torch.Tensor:
+        found = self._local()
+        assert found is not None, "the leaf is there, or a pass that needs it"
+        return found
 
     def keep(self, shares: Stored | None) -> None:
         """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
@@ -117,7 +126,10 @@ class LeafGradient:
             here.add(self)
 
     def take(self) -> torch.Tensor | None:
-        grad, self.local.grad = self.local.grad, None
+        local = self._local()
+        if local is None:
+            return None  # nobody can ask for it any more
+        grad, local.grad = local.grad, None
         return grad
 
     def put(self, grad: torch.Tensor) -> None:

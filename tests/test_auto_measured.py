@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,31 @@ def test_whole_steps_stretch_the_cluster() -> None:
     assert (launch, kernel) == pytest.approx((Cluster().launch * moving, Cluster().kernel * computing))
     for launch, kernel, found in run_on(2, whole_steps, False):
         assert (launch, kernel, found) == (Cluster().launch, Cluster().kernel, [])
+
+
+def built_anew(seconds: float) -> list[int]:
+    """How many graphs there are each time that they are built, and of the time before that are still there then."""
+    kept, timed, seen, before = whole._built, whole._timed, [], []
+
+    def built(*args: Any) -> Any:
+        seen.append(sum(graph() is not None for graph in before))
+        graphs = kept(*args)
+        before[:] = [weakref.ref(step.args[0]) for step in graphs.values()]  # type: ignore[attr-defined]
+        seen.append(len(graphs))
+        return graphs
+
+    whole._built, whole._timed = built, lambda graphs, clock, seconds: dict.fromkeys(graphs, 1.0)
+    try:
+        whole.within_steps(Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds)
+    finally:
+        whole._built, whole._timed = kept, timed
+    return seen
+
+
+def test_graphs_are_built_anew_as_long_as_there_is_time() -> None:
+    ways = len(whole._WAYS)
+    assert run_on(2, built_anew, 1e-3) == [[0, ways]] * 2
+    assert run_on(2, built_anew, 300.0) == [[0, ways] * whole._GRAPHS] * 2
 
 
 def test_steps_of_a_model_that_fills_memory_are_not_run() -> None:

@@ -28,13 +28,18 @@ __all__ = ["calls_of_model", "captured_calls", "saving"]
 @contextlib.contextmanager
 def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], recorder: Any) -> Iterator[None]:
     """While build() runs, note what autograd keeps for backward: the number of the user's call -> its tensors."""
+    running = [recorder]  # autograd keeps `pack` for as long as results of build() are there, and these the recorder has: no collector sees that ring
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(recorder.call, []).append(t)
+        for its in running:
+            kept.setdefault(its.call, []).append(t)
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), hooks(recorder):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), hooks(recorder):
+            yield
+    finally:
+        running.clear()
 
 
 def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Calls:

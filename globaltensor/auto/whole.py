@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ __all__ = ["COPIES", "Step", "factors", "within_steps"]
 
 _ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
 _SEARCH = 5.0  # seconds for the plan of each
+_GRAPHS = 4  # in which each plan is run at most
+_SOON = 1e-3  # seconds that building takes at least
 _ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
 _ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
 _MOVES_ALIKE = 0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
@@ -49,6 +53,7 @@ _LEAST, _MOST = 0.1, 10.0
 _WAIT = 1e-3  # seconds of a wait in which the fit counts
 _MORE_SKEW = 1e-7  # by what of a wait they are counted
 
+_Steps = dict[str, Callable[[], None]]
 Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
 
 
@@ -140,14 +145,13 @@ COPIES = 4 * len(_WAYS)
 class _Training(Graph):
     """A step of a model under one plan."""
 
-    def __init__(self, model: torch.nn.Module, way: Way) -> None:
+    def __init__(self, model: torch.nn.Module, plan: _Planned) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
         self.config.enable_auto_parallel()
         self.config.enable_auto_memory("Disable")
-        self.waits = self.bucketed = 0.0
-        arrange.follow(self, functools.partial(_chosen, self, way))
+        arrange.follow(self, functools.partial(plan, self))
 
     def build(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = _loss(self.model(*args, **kwargs))
@@ -165,26 +169,86 @@ def _loss(out: Any) -> torch.Tensor:
     return found if not found.dim() else found.float().sum()
 
 
+class _Chosen(NamedTuple):
+    """A plan, how many moves it cannot go on without, and seconds of moving in buckets."""
+
+    found: Found
+    waits: float
+    bucketed: float
+
+
+class _Planned:
+    """A way's plan, found once for all graphs that follow it. ``seconds``: what finding it took."""
+
+    def __init__(self, way: Way) -> None:
+        self.way, self.seconds = way, 0.0
+
+    def __call__(self, graph: _Training, *args: Any) -> Found:
+        if self.chosen is None:
+            began = time.perf_counter()
+            self.chosen = _chosen(graph, self.way, *args)
+            self.seconds = time.perf_counter() - began
+        return self.chosen.found
+
+    def step(self, measured: float) -> Step:
+        assert self.chosen is not None, "it has been run"
+        found, waits, bucketed = self.chosen
+        spent = found.plan.spent
+        return Step(spent["computing"], spent["moving"] - spent["hidden"] - bucketed, measured, waits, spent["updating"], bucketed)
+
+    chosen: _Chosen | None = None
+
+
 def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
+    """Steps of each plan. Those of one plan differ by up to a tenth from graph to graph, by where its memory happens to lie: so graphs are built anew, in
+    another order, some times in at most half of the seconds, and the median of theirs counts."""
+    clock = Clock(world().device(current_cluster().device))
+    plans = {name: _Planned(way) for name, way in _WAYS.items()}
+    began = time.perf_counter()
+    graphs = _built(plans, model, args, kwargs, mesh)
+    building = clock.slowest([time.perf_counter() - began - sum(plan.seconds for plan in plans.values())])[0]
+    times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _SOON))))
+    each, names = (seconds - (times - 1) * building) / times, list(graphs)
+    took = [_timed(graphs, clock, each)]
+    while len(took) < times and names:
+        graphs.clear()
+        gc.collect()
+        order = np.random.default_rng(len(took)).permutation(len(names))
+        graphs = _built({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
+        took.append(_timed(graphs, clock, each))
+    return [plans[name].step(statistics.median(found[name] for found in took)) for name in names]
+
+
+def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
+    """Seconds of a step of each."""
+    cases = [Case(i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW) for i, step in enumerate(graphs.values())]
+    found = clock.time(cases, seconds) if cases else {}
+    return {name: found[i] for i, name in enumerate(graphs)}
+
+
+def _built(plans: Mapping[str, _Planned], model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement) -> _Steps:
+    """A step of each plan, once run. What cannot be run is left out."""
     where = Placement(current_cluster().device, mesh.ranks)
-    graphs: list[tuple[_Training, Any, Any, Any]] = []
-    for name, way in _WAYS.items():
+    steps: _Steps = {}
+    for name, plan in plans.items():
         try:
             whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
-            graph = _Training(whole, way)
-            given = replaced((args, dict(kwargs)), iter([_real(t, where, way.batch) for t in tensors_in((args, dict(kwargs)), [])]))
-            graph(*given[0], **given[1])
-            graphs.append((graph, *given, graph.auto_plan().spent))
+            graph = _Training(whole, plan)
+            own, named = replaced((args, dict(kwargs)), iter([_real(t, where, plan.way.batch) for t in tensors_in((args, dict(kwargs)), [])]))
+            step = functools.partial(_run, graph, own, named)
+            step()
+            steps[name] = step
         except Exception as error:  # of the model, perhaps, on inputs that are not the user's
             told = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=5)
-    times = _timed([(lambda g=g, a=a, k=k: g(*a, **k).item()) for g, a, k, _ in graphs], seconds)  # type: ignore[misc]
-    return [
-        Step(s["computing"], s["moving"] - s["hidden"] - g.bucketed, t, g.waits, s["updating"], g.bucketed) for (g, *_, s), t in zip(graphs, times, strict=True)
-    ]
+            warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=6)
+    return steps
 
 
-def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> Found:
+def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    graph(*args, **kwargs).item()
+
+
+def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
     options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
     found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
     problem = found.formulation.problem
@@ -201,9 +265,7 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
         other = formulate(calls, dataclasses.replace(cluster, **changed), mesh, options).problem  # type: ignore[arg-type]
         return float(other.evaluate(found.choice) - problem.evaluate(found.choice))
 
-    graph.waits = more(skew=cluster.skew + _MORE_SKEW) / _MORE_SKEW
-    graph.bucketed = more(bucketed=2 * cluster.bucketed)
-    return found
+    return _Chosen(found, more(skew=cluster.skew + _MORE_SKEW) / _MORE_SKEW, more(bucketed=2 * cluster.bucketed))
 
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
@@ -215,14 +277,6 @@ def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
     return whole.to_global(sbp=layout) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
 
 
-def _timed(steps: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Seconds of a step of each."""
-    clock = Clock(world().device(current_cluster().device))
-    rows = [Case(i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW) for i, step in enumerate(steps)]
-    found = clock.time(rows, seconds) if steps else {}
-    return [found[i] for i in range(len(steps))]
-
-
-def _row(step: Callable[[], object], steps: int) -> None:
+def _row(step: Callable[[], None], steps: int) -> None:
     for _ in range(steps):
         step()
