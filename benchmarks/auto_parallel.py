@@ -43,7 +43,7 @@ from globaltensor.profiling import profile
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
 CALIBRATED = 120.0  # seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than usual or quicker
-GRAPHS = 4  # in which each plan is run
+GRAPHS = 8  # in which each plan is run
 TOGETHER = 7  # graphs that are there at a time
 POLISHED = 50  # times that contenders and rounds are told apart
 
@@ -363,7 +363,7 @@ def together(told: list[dict[str, Any]], all_: list[Measured]) -> dict[str, Any]
 
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write each plan's times and the tables into results/"}}
-    chosen = options(__doc__.splitlines()[0], steps=16, more=more)
+    chosen = options(__doc__.splitlines()[0], steps=24, more=more)
     on_ranks(chosen.nproc)
     torch.set_num_threads(1)
     first = flow.env.get_rank() == 0

@@ -54,7 +54,7 @@ def summed(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | Non
 class LeafGradient:
     """The gradient of one leaf whose contributions lie on several ranks. ``value`` is this rank's part, lying as ``kept``: the leaf's own layout, or shares.
 
-    It is there as long as the leaf's local tensor, whose hook holds it. It must not hold that in turn: of these hooks torch shows the collector nothing, so that
+    It is there as long as the leaf's local tensor, whose hook holds it. It must not hold that in turn: torch shows the collector nothing of these hooks, and
     parameters would stay for good."""
 
     def __init__(self, leaf: GlobalTensor, number: int) -> None:

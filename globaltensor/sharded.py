@@ -215,22 +215,35 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int,
 
 
 def _gather(state: Sharding, batch: Sequence[tuple[GlobalTensor, Spec]]) -> None:
-    first = batch[0][0]._spec
-    where, rank = first.placement, world().rank
-    ranks = where.fiber(rank, gather_axes(first, batch[0][1]))
-    flat = [leaf._local.detach().reshape(-1) for leaf, _ in batch]
+    first, rank = batch[0][0]._spec, world().rank
+    ranks = first.placement.fiber(rank, gather_axes(first, batch[0][1]))
     numels = [sum(math.prod(leaf._spec.box(r)[1]) for leaf, _ in batch) for r in ranks]
-    parts = world().comm(ranks).all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels)
-    at = [0] * len(ranks)
-    for leaf, dst in batch:
-        offsets, lengths = dst.box(rank)
-        whole = torch.empty(lengths, dtype=leaf.dtype, device=leaf._local.device)
-        for i, r in enumerate(ranks):
-            begin, shape = leaf._spec.box(r)
-            n = math.prod(shape)
-            whole[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))] = parts[i][at[i] : at[i] + n].view(shape)
-            at[i] += n
+    wholes = [torch.empty(dst.box(rank)[1], dtype=leaf.dtype, device=leaf._local.device) for leaf, dst in batch]
+    flat = [leaf._local.detach().reshape(-1) for leaf, _ in batch]
+    if len(batch) == 1 and _in_rows(first, batch[0][1], ranks, rank):
+        world().comm(ranks).all_gather_into(flat[0], numels, wholes[0].view(-1))
+    else:
+        parts = world().comm(ranks).all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels, fresh=False)
+        at = [0] * len(ranks)
+        for (leaf, dst), whole in zip(batch, wholes, strict=True):
+            for i, r in enumerate(ranks):
+                n = math.prod(shape := leaf._spec.box(r)[1])
+                _piece(whole, leaf._spec, dst, r, rank).copy_(parts[i][at[i] : at[i] + n].view(shape))
+                at[i] += n
+    for (leaf, dst), whole in zip(batch, wholes, strict=True):
         state.ready[(state.number(leaf), dst)] = (whole, leaf._local, leaf._local._version)
+
+
+def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
+    """Whether the parts of these ranks one after the other are the whole as it lies in memory."""
+    begin, whole = dst.box(rank)
+    at = begin[0] if whole else 0
+    for r in ranks:
+        offsets, lengths = src.box(r)
+        if not whole or offsets[0] != at or lengths[1:] != whole[1:]:
+            return False
+        at += lengths[0]
+    return True
 
 
 class _Box:
@@ -303,10 +316,18 @@ def _send(state: Sharding, items: list[Waiting]) -> None:
     leaf, dst, first = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
-    pieces = [_piece(grad, leaf._spec, whole, r, rank).reshape(-1) for r in ranks for leaf, whole, grad in items]
-    flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype_of_sum(first, leaf._reduce_dtype), device=first.device)
-    torch.cat(pieces, out=flat)
-    chunks = flat.split_with_sizes([sum(p.numel() for p in pieces[i : i + len(items)]) for i in range(0, len(pieces), len(items))])
+    pieces = [_piece(grad, leaf._spec, whole, r, rank) for r in ranks for leaf, whole, grad in items]
+    kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
+    in_rows = all(p.is_contiguous() for p in pieces)
+    if in_rows and len(items) == 1 and kind is first.dtype:
+        chunks: Sequence[torch.Tensor] = [p.view(-1) for p in pieces]  # as they lie
+    else:
+        flat = torch.empty(sum(sizes), dtype=kind, device=first.device)
+        if in_rows:
+            torch.cat([p.view(-1) for p in pieces], out=flat)
+        else:
+            _torch.copy_all([to.view(p.shape) for to, p in zip(flat.split_with_sizes(sizes), pieces, strict=True)], pieces)
+        chunks = flat.split_with_sizes([sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))])
     state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], world().comm(ranks).reduce_scatter_async(chunks, "sum")))
     while len(state.under_way) > UNDER_WAY:
         _receive(state)

@@ -85,7 +85,7 @@ class Prices:
         there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
         self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
         sizes = [dtype.itemsize * self.local(shape, x) for x in kept]
-        sums = [self._part("all_reduce", nbytes, axes, self.bucket) for nbytes, axes in zip(sizes, summed, strict=True)]
+        sums = [self._part("all_reduce", nbytes, axes, self.bucket, copied=True) for nbytes, axes in zip(sizes, summed, strict=True)]
         return there + np.array(sums)  # type: ignore[no-any-return]
 
     def summed(self, kept: Layout) -> tuple[int, ...]:
@@ -94,10 +94,13 @@ class Prices:
             return ()
         return tuple(a for a, (e, n) in enumerate(zip(kept, self.mesh.shape, strict=True)) if e.is_broadcast and n > 1)
 
-    def _part(self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int) -> float:
-        """Its part of the seconds of a bucket."""
+    def _part(self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int, copied: bool) -> float:
+        """Its part of the seconds of a bucket. ``copied``: all is brought into the bucket, or out of it."""
         whole = max(nbytes, bucket)
-        return self.cluster.bucketed * self.collective(kind, whole, axes) * nbytes / whole if axes and whole else 0.0
+        if not axes or not whole:
+            return 0.0
+        copying = self.cluster.relaid(whole) if copied else None
+        return (self.cluster.bucketed * self.collective(kind, whole, axes) + (copying or 0.0)) * nbytes / whole
 
     def fetched(self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Table:
         """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others."""
@@ -116,7 +119,8 @@ class Prices:
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
                     few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS if nbytes < self.gathered else 0.0
-                    seconds[i, j] = self._part(kind, nbytes, axes, self.gathered) + few
+                    in_rows = all(x[a].dim == 0 for a in axes)  # one that is alone lies there as it travels
+                    seconds[i, j] = self._part(kind, nbytes, axes, self.gathered, copied=nbytes < self.gathered or not in_rows) + few
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
         """What it costs whoever gets a result that lies so to see it: its partial sums are taken. In training ranks have just met, to sum gradients, and none

@@ -58,8 +58,8 @@ Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of param
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer by the model of the cluster, and measured. ``waits``: how
-    many moves it cannot go on without."""
+    """Seconds of one plan's step: of computing (copies before and after moves too), moving (in buckets, and all else) and the optimizer by the model of the
+    cluster, and measured. ``waits``: how many moves it cannot go on without."""
 
     computing: float
     moving: float
@@ -170,11 +170,12 @@ def _loss(out: Any) -> torch.Tensor:
 
 
 class _Chosen(NamedTuple):
-    """A plan, how many moves it cannot go on without, and seconds of moving in buckets."""
+    """A plan, how many moves it cannot go on without, seconds of moving in buckets, and of the copies before and after moves."""
 
     found: Found
     waits: float
     bucketed: float
+    copied: float
 
 
 class _Planned:
@@ -192,9 +193,10 @@ class _Planned:
 
     def step(self, measured: float) -> Step:
         assert self.chosen is not None, "it has been run"
-        found, waits, bucketed = self.chosen
+        found, waits, bucketed, copied = self.chosen
         spent = found.plan.spent
-        return Step(spent["computing"], spent["moving"] - spent["hidden"] - bucketed, measured, waits, spent["updating"], bucketed)
+        moving = spent["moving"] - spent["hidden"] - bucketed - copied
+        return Step(spent["computing"] + copied, moving, measured, waits, spent["updating"], bucketed)
 
     chosen: _Chosen | None = None
 
@@ -260,12 +262,13 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
             other = dataclasses.replace(other, cost=problem.evaluate(other.choice), bound=0.0)
             found = Found(read_plan(found.formulation, other), found.formulation, other.choice)
 
-    def more(**changed: float) -> float:
-        """What the plan takes longer on a cluster that differs so."""
-        other = formulate(calls, dataclasses.replace(cluster, **changed), mesh, options).problem  # type: ignore[arg-type]
-        return float(other.evaluate(found.choice) - problem.evaluate(found.choice))
+    def more(other: Cluster) -> float:
+        """What the plan takes longer on this cluster."""
+        return float(formulate(calls, other, mesh, options).problem.evaluate(found.choice) - problem.evaluate(found.choice))
 
-    return _Chosen(found, more(skew=cluster.skew + _MORE_SKEW) / _MORE_SKEW, more(bucketed=2 * cluster.bucketed))
+    waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
+    copied = more(cluster.stretched(2.0, 1.0, updating=1.0, bucketed=1.0)) - found.plan.spent["computing"]
+    return _Chosen(found, waits, more(cluster.stretched(1.0, 1.0, bucketed=2.0)), copied)
 
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
