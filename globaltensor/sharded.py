@@ -29,6 +29,7 @@ from .wrapper import GlobalTensor
 __all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
 
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
+ALONE_BYTES = 1 << 21  # of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a collective more
 UNDER_WAY = 1  # buckets of gradients
 MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
 LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
@@ -192,9 +193,16 @@ def _bytes(spec: Spec) -> int:
     return spec.local_numel() * spec.dtype.itemsize
 
 
+def alone(spec: Spec) -> bool:
+    """Whether a gathered parameter travels by itself, as does its gradient."""
+    return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
+
+
 def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int, exact: bool) -> list[tuple[GlobalTensor, Spec]]:
     """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
     batch, total, order = [(leaf, dst)], _bytes(dst), state.order(src.placement)
+    if alone(dst):
+        return batch
     at, way = order.recent, (src.placement, gather_axes(src, dst), src.dtype)
     seen = {(state.number(leaf), dst)}
     while total < most and (expected := order.next.get(at)) is not None:
@@ -204,7 +212,7 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int,
         if (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
             break
         kept = state.ready.get((number, wanted))
-        if kept is None or kept[1] is not other._local or kept[2] != other._local._version:
+        if not alone(wanted) and (kept is None or kept[1] is not other._local or kept[2] != other._local._version):
             if exact and total + _bytes(wanted) > most:
                 break
             batch.append((other, wanted))
@@ -284,8 +292,11 @@ def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = Fal
     reducer().at_end(finish)
     src = leaf._spec
     kind = dtype_of_sum(grad, leaf._reduce_dtype)
-    key = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
+    key: tuple[Any, ...] = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
     if not freed:
+        if alone(dst):
+            key = (*key, state.number(leaf))
+            state.scatters.limits[key] = 1
         for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
             _send(state, bucket)
         return

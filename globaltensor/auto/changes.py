@@ -78,7 +78,7 @@ class Changes:
             out.append(self._kind(value, made, kept, groups.pop(kept, [])))
         for dst, those in groups.items():
             kinds = [self._kind(value, made, dst, [i]) for i in those]
-            if kept is not None:  # from there it may be nearer; it goes on as a value that is computed
+            if kept is not None and value.state != "parameter":  # from there it may be nearer; it goes on as a value that is computed
                 onwards = [self._kind(value, kept, dst, [i], leaf=False) for i in those]
                 kinds = [b if b.seconds < a.seconds else a for a, b in zip(kinds, onwards, strict=True)]
             out += kinds

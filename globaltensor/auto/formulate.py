@@ -400,7 +400,8 @@ class _Builder:
         return self._once(("same", made, pairs), lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]))  # type: ignore[no-any-return]
 
     def _taken(self, value: Value, pairs: tuple[Pair, ...], wanted: Sequence[Layout], apart: tuple[bool, ...]) -> Array:
-        """``apart``: of a parameter, whether calls have their own copies; else what is more than is kept comes from the second layout."""
+        """``apart``: of a parameter, whether calls have their own copies; else what is more than is kept is the second layout. Programs make no other from it:
+        who wants another has it from the first."""
         freed = self.options.freed and value.saved
         key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", pairs, tuple(wanted), self.seen, self.options.wait, freed, apart
         found = self.tables.get(key)
@@ -412,9 +413,10 @@ class _Builder:
             kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
             if kept:
                 # From the second layout it goes on as a value that is computed: what becomes of its gradient is paid where the two meet.
-                second = self._onwards(value, kept, wanted)
-                if apart:
-                    second = np.where(self._more(value, kept, wanted), np.inf, second)
+                if value.state == "parameter":
+                    second = np.array([[0.0 if x == y else np.inf for x in wanted] for y in kept])
+                else:
+                    second = self._onwards(value, kept, wanted)
                 rows = np.array([-1 if y is None else kept.index(y) for _, y in pairs])
                 first = np.where((rows >= 0)[:, None], np.minimum(first, second[rows]), first)
             found = self.tables[key] = first

@@ -19,6 +19,7 @@ from ..boxing.prices import RELAID, prices_of
 from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import Sbp, broadcast, dual, partial_sum
+from ..sharded import ALONE_BYTES
 from ..spec import nested
 
 __all__ = ["Prices", "duals"]
@@ -114,13 +115,17 @@ class Prices:
         ``wanted`` does not."""
         if not self.gathered:
             return
+        alone = min(self.gathered, ALONE_BYTES) if self.cluster.device == "cpu" else self.gathered
         for j, y in enumerate(wanted):
             for i, x in enumerate(kept):
                 if x is not y and (axes := gathers(x, y)):
                     nbytes = dtype.itemsize * self.local(shape, y)
-                    few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS if nbytes < self.gathered else 0.0
-                    in_rows = all(x[a].dim == 0 for a in axes)  # one that is alone lies there as it travels
-                    seconds[i, j] = self._part(kind, nbytes, axes, self.gathered, copied=nbytes < self.gathered or not in_rows) + few
+                    if nbytes >= alone:
+                        in_rows = all(x[a].dim == 0 for a in axes)  # lying there as it travels
+                        seconds[i, j] = self._part(kind, nbytes, axes, 0, copied=not in_rows) + self.cluster.bucketed * self.cluster.skew
+                    else:
+                        few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS
+                        seconds[i, j] = self._part(kind, nbytes, axes, self.gathered, copied=True) + few
 
     def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
         """What it costs whoever gets a result that lies so to see it: its partial sums are taken. In training ranks have just met, to sum gradients, and none
