@@ -36,6 +36,7 @@ from globaltensor.auto.prices import Prices
 from globaltensor.auto.reading import read_plan
 from globaltensor.auto.search import Found, data_parallel
 from globaltensor.auto.solver import Solution, solve
+from globaltensor.auto.whole import shaken
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.world import world
 from globaltensor.profiling import profile
@@ -123,8 +124,7 @@ def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, state
     problem = formulation.problem
     best = agreed(solve(problem))
     if noise and best.feasible:
-        random, mean = np.random.default_rng(seed), float(best.cost) / len(problem.costs)
-        near = agreed(solve(dataclasses.replace(problem, costs=[c + noise * mean * random.exponential(size=len(c)) for c in problem.costs])))
+        near = agreed(solve(shaken(formulation, noise * float(best.cost) / len(problem.costs), seed)))
         best = dataclasses.replace(near, cost=problem.evaluate(near.choice), bound=0.0) if near.feasible else near
     if not best.feasible:
         raise ValueError("no plan has these layouts")

@@ -296,6 +296,10 @@ def test_stretched_times(cluster: Cluster) -> None:
     assert cluster.stretched(1.0, 2.0, 3e-4).skew == 2.0 * cluster.skew + 3e-4
     assert cluster.stretched(2.0, 1.0, 0.0, 3.0).updating == 1.5 * cluster.updating
     assert cluster.stretched(2.0, 4.0, bucketed=1.0).bucketed == 0.25 * cluster.bucketed
+    copying = cluster.stretched(2.0, 4.0, updating=3.0, copying=5.0)
+    assert copying.seconds("copy", 1 << 20, 1) == pytest.approx(5.0 * cluster.seconds("copy", 1 << 20, 1))
+    whole, longer_whole = (updating(c, 1 << 32, Options(), torch.float32) for c in (cluster, copying))
+    assert longer_whole == pytest.approx(3.0 * whole, rel=0.01)  # of which a kernel is next to nothing
     once, later = (updating(c, 1 << 20, Options(), torch.float32) for c in (cluster, cluster.stretched(2.0, 1.0, 0.0, 3.0)))
     assert later == pytest.approx(3 * once)
 

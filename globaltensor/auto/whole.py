@@ -33,14 +33,14 @@ from ..wrapper import GlobalTensor
 from . import arrange
 from .api import recipes_of
 from .candidates import Menu, fills
-from .formulate import formulate
+from .formulate import Formulation, formulate
 from .planned import PlanError
 from .prices import Prices
 from .reading import read_plan
 from .search import Found, data_parallel, search
-from .solver import solve
+from .solver import Problem, solve
 
-__all__ = ["COPIES", "Step", "factors", "within_steps"]
+__all__ = ["COPIES", "Step", "factors", "shaken", "within_steps"]
 
 _ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
 _SEARCH = 5.0  # seconds for the plan of each
@@ -58,8 +58,8 @@ Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of param
 
 
 class Step(NamedTuple):
-    """Seconds of one plan's step: of computing (copies before and after moves too), moving (in buckets, and all else) and the optimizer by the model of the
-    cluster, and measured. ``waits``: how many moves it cannot go on without."""
+    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer by the model of the cluster, and measured. ``waits``: how
+    many moves it cannot go on without. What is copied before and after moves counts as the optimizer's: in a step it finds as little in the caches."""
 
     computing: float
     moving: float
@@ -74,7 +74,10 @@ def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     changes. Collective among all ranks, which are those of the mesh."""
     with torch.random.fork_rng(devices=[]), use_cluster(cluster):
         steps = _measured(model, args, kwargs, mesh, seconds)
-    return cluster.stretched(*factors(steps)) if steps else cluster
+    if not steps:
+        return cluster
+    computing, moving, waiting, updating, bucketed = factors(steps)
+    return cluster.stretched(computing, moving, waiting, updating, bucketed, copying=updating)
 
 
 def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
@@ -170,10 +173,11 @@ def _loss(out: Any) -> torch.Tensor:
 
 
 class _Chosen(NamedTuple):
-    """A plan, how many moves it cannot go on without, seconds of moving in buckets, and of the copies before and after moves."""
+    """A plan, how many moves it cannot go on without, and seconds of computing, of moving in buckets, and of copying."""
 
     found: Found
     waits: float
+    computing: float
     bucketed: float
     copied: float
 
@@ -193,10 +197,10 @@ class _Planned:
 
     def step(self, measured: float) -> Step:
         assert self.chosen is not None, "it has been run"
-        found, waits, bucketed, copied = self.chosen
+        found, waits, computing, bucketed, copied = self.chosen
         spent = found.plan.spent
-        moving = spent["moving"] - spent["hidden"] - bucketed - copied
-        return Step(spent["computing"] + copied, moving, measured, waits, spent["updating"], bucketed)
+        moving = spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
+        return Step(computing, moving, measured, waits, spent["updating"] + copied, bucketed)
 
     chosen: _Chosen | None = None
 
@@ -255,9 +259,7 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
     found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
     problem = found.formulation.problem
     if way.noise:
-        drawn, mean = np.random.default_rng(0), found.plan.cost / len(problem.costs)
-        costs = [c + way.noise * mean * drawn.exponential(size=len(c)) for c in problem.costs]
-        other = arrange.of_first_rank(solve(dataclasses.replace(problem, costs=costs), seconds=_SEARCH))
+        other = arrange.of_first_rank(solve(shaken(found.formulation, way.noise * found.plan.cost / len(problem.costs)), seconds=_SEARCH))
         if other.feasible:
             other = dataclasses.replace(other, cost=problem.evaluate(other.choice), bound=0.0)
             found = Found(read_plan(found.formulation, other), found.formulation, other.choice)
@@ -267,8 +269,20 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
         return float(formulate(calls, other, mesh, options).problem.evaluate(found.choice) - problem.evaluate(found.choice))
 
     waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
-    copied = more(cluster.stretched(2.0, 1.0, updating=1.0, bucketed=1.0)) - found.plan.spent["computing"]
-    return _Chosen(found, waits, more(cluster.stretched(1.0, 1.0, bucketed=2.0)), copied)
+    same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # all else
+    return _Chosen(found, waits, more(same(2.0, 1.0, copying=1.0)), more(cluster.stretched(1.0, 1.0, bucketed=2.0)), more(same(1.0, 1.0, copying=2.0)))
+
+
+def shaken(formulation: Formulation, by: float, seed: int = 0) -> Problem:
+    """The problem with up to some times ``by`` seconds added at random to all that may be chosen. Second layouts of what lies in one way cost what they do:
+    who wants none has none."""
+    drawn, costs = np.random.default_rng(seed), []
+    for node, cost in enumerate(formulation.problem.costs):
+        lies = [x for x, _ in formulation.layouts.get(node, ())] or range(len(cost))
+        ways = list(dict.fromkeys(lies))
+        more = dict(zip(ways, by * drawn.exponential(size=len(ways)), strict=True))
+        costs.append(cost + np.array([more[x] for x in lies]))
+    return dataclasses.replace(formulation.problem, costs=costs)
 
 
 def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:

@@ -210,22 +210,26 @@ class Cluster:
         """With these times of ops beside those it has; newer ones win."""
         return replace(self, ops={**self.ops, **ops})
 
-    def stretched(self, computing: float, moving: float, waiting: float = 0.0, updating: float | None = None, bucketed: float | None = None) -> Cluster:
+    def stretched(
+        self, computing: float, moving: float, waiting: float = 0.0, updating: float | None = None, bucketed: float | None = None, copying: float | None = None
+    ) -> Cluster:
         """Where calls take ``computing`` times as long, moves between ranks ``moving`` times, ranks wait ``waiting`` seconds longer for one another, optimizers
-        take ``updating`` times as long (None: as calls do), and parameters and gradients in buckets ``bucketed`` times (None: as other moves do).
+        take ``updating`` times as long (None: as calls do), parameters and gradients in buckets ``bucketed`` times (None: as other moves do), and copying, as
+        all reading and writing that was not measured with a call, ``copying`` times (None: as calls do).
 
         >>> c = Cluster().stretched(1.5, 2.0)
         >>> c.seconds("all_reduce", 1 << 20, 4) / Cluster().seconds("all_reduce", 1 << 20, 4), round(c.compute(1e9, 0) / Cluster().compute(1e9, 0), 9)
         (2.0, 1.5)
         """
-        curves = (replace(c, points=tuple((n, s * (computing if c.kind == "copy" else moving)) for n, s in c.points)) for c in self.measured)
+        copying = computing if copying is None else copying
+        curves = (replace(c, points=tuple((n, s * (copying if c.kind == "copy" else moving)) for n, s in c.points)) for c in self.measured)
         return replace(
             self, kernel=self.kernel * computing, flops={k: rate / computing for k, rate in self.flops.items()}, measured=tuple(curves),
-            memory_latency=self.memory_latency * computing, memory_bandwidth=self.memory_bandwidth / computing,
+            memory_latency=self.memory_latency * copying, memory_bandwidth=self.memory_bandwidth / copying,
             ops={k: (f * computing, b * computing) for k, (f, b) in self.ops.items()},
             skew=self.skew * moving + waiting, **{name: getattr(self, name) * moving for name in ("launch", "latency", "node_latency", "message")},
             **{name: getattr(self, name) / moving for name in ("bandwidth", "node_bandwidth", "node_stream")},
-            updating=self.updating * (1.0 if updating is None else updating / computing),
+            updating=self.updating * (computing if updating is None else updating) / copying,
             bucketed=self.bucketed * (1.0 if bucketed is None else bucketed / moving),
         )  # fmt: skip
 
