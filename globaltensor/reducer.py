@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from .buckets import Buckets
 from .distributed.world import world
 from .errors import GlobalTensorError
 from .flats import Flats, Row
-from .placement import Placement
+from .owed import Owed
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
 
@@ -147,24 +147,6 @@ class LeafGradient:
             grad = self.take()
             self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
-
-
-class Owed(Protocol):
-    """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to tell each other first (rules/quotient.py)."""
-
-    riding: bool  # whether it travels with gradients
-
-    def factor(self) -> float:
-        """The number. Waits for the others; collective where nothing has been started."""
-
-    def start(self) -> None:
-        """Begin to tell. Collective, once."""
-
-    def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor without dims, to be summed with the first gradients that leave; None where it is told otherwise."""
-
-    def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """That is under way: after ``wait()`` it is in ``cell``, of one element."""
 
 
 class _Planned:
@@ -500,7 +482,7 @@ def attach(leaf: GlobalTensor) -> None:
     if not shared:
         watch()
     elif leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
-        if known is not None and known.local is leaf._local and known.spec is spec:
+        if known is not None and known._local() is leaf._local and known.spec is spec:
             leaf._leaf = known  # it was told so before; of two, the first would take what the second is asked for
             return
         if known is not None:

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("flats",),
     ("visible",),
     ("sbp", "placement"),
-    ("spec",),
+    ("spec", "owed"),
     ("wrapper",),
 
     ("cluster",),
