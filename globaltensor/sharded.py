@@ -19,6 +19,7 @@ from . import _torch
 from .boxing import box, log, plan
 from .boxing.moves import gathers
 from .buckets import Buckets
+from .distributed.comm import flatten
 from .distributed.world import World, world
 from .placement import Placement
 from .reducer import dtype_of_sum, reducer, summed
@@ -193,7 +194,7 @@ def _bytes(spec: Spec) -> int:
     return spec.local_numel() * spec.dtype.itemsize
 
 
-def alone(spec: Spec) -> bool:
+def _alone(spec: Spec) -> bool:
     """Whether a gathered parameter travels by itself, as does its gradient."""
     return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
 
@@ -201,7 +202,7 @@ def alone(spec: Spec) -> bool:
 def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int, exact: bool) -> list[tuple[GlobalTensor, Spec]]:
     """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
     batch, total, order = [(leaf, dst)], _bytes(dst), state.order(src.placement)
-    if alone(dst):
+    if _alone(dst):
         return batch
     at, way = order.recent, (src.placement, gather_axes(src, dst), src.dtype)
     seen = {(state.number(leaf), dst)}
@@ -212,7 +213,7 @@ def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int,
         if (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
             break
         kept = state.ready.get((number, wanted))
-        if not alone(wanted) and (kept is None or kept[1] is not other._local or kept[2] != other._local._version):
+        if not _alone(wanted) and (kept is None or kept[1] is not other._local or kept[2] != other._local._version):
             if exact and total + _bytes(wanted) > most:
                 break
             batch.append((other, wanted))
@@ -294,7 +295,7 @@ def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = Fal
     kind = dtype_of_sum(grad, leaf._reduce_dtype)
     key: tuple[Any, ...] = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
     if not freed:
-        if alone(dst):
+        if _alone(dst):
             key = (*key, state.number(leaf))
             state.scatters.limits[key] = 1
         for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
@@ -331,7 +332,7 @@ def _send(state: Sharding, items: list[Waiting]) -> None:
     kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
     in_rows = all(p.is_contiguous() for p in pieces)
     if in_rows and len(items) == 1 and kind is first.dtype:
-        chunks: Sequence[torch.Tensor] = [p.view(-1) for p in pieces]  # as they lie
+        chunks: Sequence[torch.Tensor] = [flatten(p) for p in pieces]  # as they lie
     else:
         flat = torch.empty(sum(sizes), dtype=kind, device=first.device)
         if in_rows:

@@ -73,21 +73,21 @@ def _graph(model: nn.Module, change: Callable[[Any], object] = lambda graph: Non
 
 
 def _recomputing() -> nn.Module:
-    model = Model().to_global(everyone(), B)  # type: ignore[operator]
+    model = _of(B)
     model.again = True
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _hooked() -> nn.Module:
-    model = Model().to_global(everyone(), B)  # type: ignore[operator]
+    model = _of(B)
     for p in model.parameters():
         p.register_hook(lambda grad: grad * 2)
         p.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))
     model.down.register_full_backward_hook(lambda module, inputs, outputs: None)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _of(sbp: Any) -> nn.Module:
+def _of(sbp: Any) -> Model:
     return Model().to_global(everyone(), sbp)  # type: ignore[operator, no-any-return]
 
 

@@ -604,6 +604,27 @@ def _bfloat16() -> None:
         assert layer.weight._local.numel() == (64 if stage == 3 else 128)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("together", [1, 2])
+def test_gradients_that_are_conjugated_or_negated_by_a_bit(dim: int, together: int) -> None:
+    simulate(2, _by_a_bit, dim, together)
+
+
+def _by_a_bit(dim: int, together: int) -> None:
+    gen, place = torch.Generator().manual_seed(3), flow.placement.all("cpu")
+    values, grad = ([torch.randn(5, 6, dtype=torch.complex128, generator=gen) for _ in range(together)] for _ in range(2))
+    for bit, of in (("conj", lambda x: x), ("neg", lambda x: x.real)):
+        for marked in (False, True):
+            leaves = [nn.Parameter(of(x).to_global(place, B).to_global(sbp=S(dim))) for x in values]
+            given = [(g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in grad]
+            assert all(getattr(g, f"is_{bit}")() is marked for g in given)
+            wholes = [sharded.gathered(p, p._spec, p._spec.replace(layout=(B,)), "a test") for p in leaves]
+            torch.autograd.backward(wholes, given)
+            for p, x, g in zip(leaves, wholes, given, strict=True):
+                assert torch.equal(x, p.to_global(sbp=B).to_local())
+                assert torch.equal(p.grad.to_global(sbp=B).to_local(), 2 * g.resolve_conj().resolve_neg())
+
+
 def test_what_changes_before_backward_is_told() -> None:
     simulate(2, _changes, timeout=20.0)
 

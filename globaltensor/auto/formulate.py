@@ -412,7 +412,7 @@ class _Builder:
                 first = np.where(self._more(value, [x for x, _ in pairs], wanted) & ~np.array(apart)[:, None], np.inf, first)
             kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
             if kept:
-                # From the second layout it goes on as a value that is computed: what becomes of its gradient is paid where the two meet.
+                # What becomes of its gradient on the way to the second layout is paid where the two meet.
                 if value.state == "parameter":
                     second = np.array([[0.0 if x == y else np.inf for x in wanted] for y in kept])
                 else:

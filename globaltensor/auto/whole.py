@@ -3,8 +3,8 @@
 In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
 ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it; and buckets of parameters and gradients,
 begun early, take less than moves that ranks have to meet for (a third of it, on four ranks of two cores). So a few plans that compute, move, wait and hold
-unlike much are run on a copy of the model, and five numbers are fitted to what their steps take: by what computing, moving, moving in buckets and the
-optimizer's step are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+unlike much are run on a copy of the model, and five numbers are fitted to what their steps take: by what computing, moving, moving in buckets, and the
+optimizer's step with the copies before and after moves are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class _Planned:
 
     def __init__(self, way: Way) -> None:
         self.way, self.seconds = way, 0.0
+        self.chosen: _Chosen | None = None
 
     def __call__(self, graph: _Training, *args: Any) -> Found:
         if self.chosen is None:
@@ -201,8 +202,6 @@ class _Planned:
         spent = found.plan.spent
         moving = spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
         return Step(computing, moving, measured, waits, spent["updating"] + copied, bucketed)
-
-    chosen: _Chosen | None = None
 
 
 def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
@@ -222,7 +221,7 @@ def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         order = np.random.default_rng(len(took)).permutation(len(names))
         graphs = _built({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
         took.append(_timed(graphs, clock, each))
-    return [plans[name].step(statistics.median(found[name] for found in took)) for name in names]
+    return [plans[name].step(statistics.median(found[name] for found in took if name in found)) for name in names]
 
 
 def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
