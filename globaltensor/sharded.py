@@ -58,11 +58,16 @@ class Order:
     def __init__(self) -> None:
         self.next: dict[tuple[int, int], tuple[weakref.ref[GlobalTensor], Spec]] = {}
         self.recent: tuple[int, int] = (0, 0)
-        self.largest = 0  # bytes of the largest one gathered so far
+        self.largest = self.before = 0  # bytes of the largest one gathered in this pass, and in the last that gathered any
 
     def most(self, freed: bool) -> int:
         """Bytes of a bucket."""
-        return min(max(self.largest, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+        return min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+
+    def again(self) -> None:
+        """A pass is over: the next begins where this one began."""
+        self.recent = (0, 0)
+        self.before, self.largest = self.largest or self.before, 0
 
 
 class Sharding:
@@ -113,7 +118,7 @@ def forget() -> None:
     state = _state()
     state.ready.clear()
     for order in state.orders.values():
-        order.recent = (0, 0)
+        order.again()
     _forget_gone(state)
 
 

@@ -16,7 +16,7 @@ from test_zero import LAYER, LAYERS, MODEL, OTHERS, WIDTH, Layer, Live, net
 from torch import nn
 
 import globaltensor as flow
-from globaltensor import _torch, optimizers
+from globaltensor import _torch, optimizers, sharded
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -58,6 +58,18 @@ def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
     """Of parameters, gradients and the two states of AdamW: four times the model, undivided."""
     found = run_on(n, _peak, 3, micros)
     assert max(found) <= 4 * MODEL / n + 4 * LAYER + OTHERS, [f / MODEL for f in found]
+
+
+def _after_a_large_one() -> tuple[int, int]:
+    place, before = flow.placement.all("cpu"), _peak(3, 1)
+    large = nn.Parameter(torch.ones(16 * LAYER // WIDTH, WIDTH).to_global(place, B).to_global(sbp=S(0)))  # type: ignore[attr-defined]
+    sharded.gathered(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
+    return before, _peak(3, 1)
+
+
+def test_what_another_model_gathered_makes_no_buckets_larger() -> None:
+    for before, after in run_on(2, _after_a_large_one):
+        assert after <= before + OTHERS
 
 
 def _peak_with_small_buckets(stage: int) -> int:
