@@ -12,6 +12,7 @@ from ..boxing.moves import Layout, show_bytes
 from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import broadcast, split
+from .between import between, crossing, weighted
 from .calls import Calls
 from .candidates import fills
 from .changes import Changes, short
@@ -32,12 +33,25 @@ class Found(NamedTuple):
 
 
 Answer = tuple[Solution, Formulation]  # and the problem by which the solution costs what it does
+
+
+class _Point(NamedTuple):
+    """What a choice costs if gradients hide behind the backward pass, and if that hides behind them: the larger one is right."""
+
+    plain: float
+    other: float
+    choice: Sequence[int]
+
+    def cost(self) -> float:
+        return max(self.plain, self.other)
+
+
 _LONGEST = 120.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
-_TURNS = 6  # further solutions where gradients take longer than what they hide behind; of a large problem 2
+_TURNS, _TURNS_OF_LARGE = 6, 3  # further solutions where gradients take longer than what they hide behind
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
-_NEAR = 1e-3  # the same for what is but compared, or a step on the way
+_NEAR, _NEAR_OF_LARGE = 1e-3, 2e-3  # the same for what is but compared, or a step on the way
 
 
 def search(
@@ -100,40 +114,45 @@ def _solved(
     behind.
 
     With b and r for the two, what shows is max(b, r) and the part of the other that does not hide; the problem has r hide behind b. Where that isn't so it is
-    also solved the other way round, and in between: each way is a bound, and the next lies where the choice had the wrong one longer (`parts.Weights`).
+    also solved the other way round, and in between: each way is a bound (`parts.Weights`), and the next weight is that at which the best choices so far with b
+    and with r longer cost the same, as no other could have a higher one (Kelley 1960). Of these two choices parts are taken (`between`).
     """
     end = time.perf_counter() + seconds
     first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
+    turned, large = formulation.under(summing=1.0), len(first.choice) > _LARGE
+    turned.problem.usage_limit = formulation.problem.usage_limit
+    problems = formulation.problem, turned.problem
 
-    def other_way(summing: float) -> Formulation:
-        way = formulation.under(summing=summing)
-        way.problem.usage_limit = formulation.problem.usage_limit
-        return way
+    def point(choice: Sequence[int]) -> _Point:
+        plain, other = (float(problem.evaluate(choice)) for problem in problems)
+        return _Point(plain, other, choice)
 
-    def both(solution: Solution) -> tuple[float, float]:
-        """The cost if r hides behind b, and if b hides behind r: the larger one is right."""
-        return float(formulation.problem.evaluate(solution.choice)), float(turned.problem.evaluate(solution.choice))
-
-    turned, found, low, high, at = other_way(1.0), [first], 0.0, 1.0, 1.0
-    plain, other = both(first)
-    if other <= plain:
+    low, high = point(first.choice), None
+    at, bound, best = 1.0, float(first.bound), low
+    if low.other <= low.plain:
         return first, formulation
-    for _ in range(min(turns, 2) if len(first.choice) > _LARGE else turns):
-        way = turned if at == 1.0 else other_way(at)
-        found.append(agreed(solve(way.problem, seconds=max(0.0, end - time.perf_counter()), gap=_NEAR)))
-        if not found[-1].feasible:
+    for _ in range(min(turns, _TURNS_OF_LARGE) if large else turns):
+        found = agreed(solve(weighted(problems, at), seconds=max(0.0, end - time.perf_counter()), gap=_NEAR))
+        if not found.feasible:
             break
-        plain, other = both(found[-1])
-        if at == 1.0 and other >= plain:
+        bound, here = max(bound, float(found.bound)), point(found.choice)
+        low, high = (here, high) if here.other > here.plain else (low, here)
+        best = min(best, here, key=_Point.cost)
+        if high is None:
             break
-        low, high = (at, high) if other > plain else (low, at)
-        at = (low + high) / 2
-    best = min((s for s in found if s.feasible), key=lambda s: max(both(s)))
-    plain, other = both(best)
-    bound = min(max(plain, other), max(float(s.bound) for s in found))
-    return dataclasses.replace(best, cost=max(plain, other), bound=bound, log=first.log), formulation if plain >= other else turned
+        at = crossing(low[:2], high[:2])
+        hoped = low.plain + at * (low.other - low.plain)  # no choice that is known allows a higher bound
+        if hoped - bound <= (_NEAR_OF_LARGE if large else _NEAR) * hoped:
+            break
+    if high is not None:
+        order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
+        mixed = [between(problems, one.choice, other.choice, order) for one, other in ((low, high), (high, low))]
+        best = min([best, *(point(choice) for choice in mixed if choice is not None)], key=_Point.cost)
+    told_by = formulation if best.plain >= best.other else turned
+    cost, peak = best.cost(), told_by.problem.peak(best.choice)
+    return dataclasses.replace(first, choice=list(best.choice), cost=cost, bound=min(cost, bound), peak=peak), told_by
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:

@@ -1,0 +1,81 @@
+"""The larger of two costs made least: choices that are as one up to some call and as another after it, and weights at which bounds are highest."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from test_auto_search import layers, mesh
+
+from globaltensor.auto.between import between, crossing, weighted
+from globaltensor.auto.formulate import Options
+from globaltensor.auto.search import search
+from globaltensor.auto.solver import Problem
+from globaltensor.cluster import Cluster
+
+
+def drawn(seed: int, limit: int | None) -> tuple[tuple[Problem, Problem], list[int]]:
+    """Two problems that differ in costs, some of them forbidden in both but not all, and the order of the calls: other nodes have calls as neighbours only."""
+    draw = np.random.default_rng(seed)
+    calls, others = int(draw.integers(1, 6)), int(draw.integers(0, 4))
+    sizes = draw.integers(1, 4, calls + others)
+    both = Problem("plain", limit), Problem("other", limit)
+    usage = [draw.integers(0, 5, size) for size in sizes]
+    for size, amounts in zip(sizes, usage, strict=True):
+        for problem in both:
+            problem.node(draw.integers(0, 9, size).astype(float), [((0, 1), amounts)])
+    order = draw.permutation(calls + others)[:calls].tolist()
+    for i, j in itertools.permutations(range(calls + others), 2):
+        if (i in order or j in order) and draw.random() < 0.3:
+            forbidden = draw.random((sizes[i], sizes[j])) < 0.1
+            forbidden[0, 0] = False
+            for problem in both:
+                problem.edge(i, j, np.where(forbidden, np.inf, draw.integers(0, 9, (sizes[i], sizes[j]))))
+    return both, order
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_the_best_of_all_there_are(seed: int) -> None:
+    """Beside each number of calls as before, with the others' strategies that suit them at the weight at which the two ends cost the same."""
+    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    sizes = [len(c) for c in both[0].costs]
+    every = [c for c in itertools.product(*map(range, sizes)) if np.isfinite(float(both[0].evaluate(c)))]
+    costs = {c: tuple(float(p.evaluate(c)) for p in both) for c in every}
+    before, after = (min(every, key=lambda c, k=k: (costs[c][k], c)) for k in (0, 1))  # type: ignore[misc]
+    at = min(max(crossing(costs[before], costs[after]), 1e-9), 1 - 1e-9)  # type: ignore[arg-type]
+    least = []
+    for many in range(len(order) + 1):
+        ends = {node: (before if k < many else after)[node] for k, node in enumerate(order)}
+        those = [c for c in every if all(c[node] == s for node, s in ends.items())]
+        if those:
+            suits = min((1 - at) * costs[c][0] + at * costs[c][1] for c in those)
+            least.append([c for c in those if (1 - at) * costs[c][0] + at * costs[c][1] <= suits + 1e-9])
+    fitting = [c for ties in least for c in ties if both[0].fits(c)]
+    found = between(both, before, after, order)
+    if found is None:
+        assert both[0].usage_limit is not None, "before and after are allowed themselves"
+        return
+    assert both[0].fits(found)
+    assert max(costs[tuple(found)]) <= min(max(max(costs[c]) for c in ties) for ties in least) + 1e-9 or both[0].usage_limit is not None
+    assert any(list(c) == found for c in fitting)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 1.0])
+def test_weights_are_of_all_costs(at: float) -> None:
+    both, _ = drawn(3, limit=None)
+    sizes = [len(c) for c in both[0].costs]
+    one = weighted(both, at)
+    for choice in itertools.product(*map(range, sizes)):
+        plain, other = (float(p.evaluate(choice)) for p in both)
+        wanted = (1 - at) * plain + at * other if np.isfinite(plain) else np.inf
+        assert float(one.evaluate(choice)) == pytest.approx(wanted)
+
+
+def test_layers_that_are_alike_are_laid_out_in_two_ways() -> None:
+    """Where all in one way compute, or sum gradients, for too long."""
+    calls, cluster = layers(2048, 24)(512), Cluster.preset("dgx-h100", nodes=4)
+    plan = search(calls, cluster, mesh((4, 8)), Options(), compared=False).plan
+    assert plan.gap < 0.03, "8.7 % with all layers alike"
+    ways = {tuple(plan.parameters[path]) for path in plan.parameters if path.endswith("weight")}
+    assert len(ways) > 1
