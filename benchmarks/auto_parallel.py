@@ -34,7 +34,7 @@ from globaltensor.auto.candidates import Menu, fills
 from globaltensor.auto.formulate import formulate
 from globaltensor.auto.prices import Prices
 from globaltensor.auto.reading import read_plan
-from globaltensor.auto.search import Found, data_parallel
+from globaltensor.auto.search import Found, data_parallel, told_by
 from globaltensor.auto.solver import Solution, solve
 from globaltensor.auto.whole import shaken
 from globaltensor.cluster import Cluster, use_cluster
@@ -121,14 +121,14 @@ def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, state
     parts of a node's mean cost: so it is near the best one."""
     fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
     formulation = formulate(calls, cluster, mesh, arrange.options_of(auto, cluster, fixed, states))
-    problem = formulation.problem
-    best = agreed(solve(problem))
+    best = agreed(solve(formulation.problem))
     if noise and best.feasible:
-        near = agreed(solve(shaken(formulation, noise * float(best.cost) / len(problem.costs), seed)))
-        best = dataclasses.replace(near, cost=problem.evaluate(near.choice), bound=0.0) if near.feasible else near
+        best = agreed(solve(shaken(formulation, noise * float(best.cost) / len(best.choice), seed)))
     if not best.feasible:
         raise ValueError("no plan has these layouts")
-    return Found(read_plan(formulation, best), formulation, best.choice)
+    by = told_by(formulation, best.choice)
+    best = dataclasses.replace(best, cost=by.problem.evaluate(best.choice), bound=0.0)
+    return Found(read_plan(by, best), by, best.choice)
 
 
 def agreed(found: Solution) -> Solution:

@@ -10,8 +10,9 @@ from test_auto_search import layers, mesh
 
 from globaltensor.auto.between import between, crossing, weighted
 from globaltensor.auto.formulate import Options
+from globaltensor.auto.larger import Larger
 from globaltensor.auto.search import search
-from globaltensor.auto.solver import Problem
+from globaltensor.auto.solver import Problem, Solution, solve
 from globaltensor.cluster import Cluster
 
 
@@ -59,6 +60,44 @@ def test_it_is_the_best_of_all_there_are(seed: int) -> None:
     assert both[0].fits(found)
     assert max(costs[tuple(found)]) <= min(max(max(costs[c]) for c in ties) for ties in least) + 1e-9 or both[0].usage_limit is not None
     assert any(list(c) == found for c in fitting)
+
+
+@pytest.mark.parametrize("parting", [True, False])
+@pytest.mark.parametrize("seed", range(100))
+def test_the_least_larger_cost_is_found_and_proven(seed: int, parting: bool) -> None:
+    """Against all choices there are. Without parting choices the bound is valid."""
+    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    first = solve(both[0])
+    every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
+    if not every:
+        assert first.infeasible
+        return
+    larger = Larger(both, order, lambda problem: (solve(problem, least=False), False), first, 1e-9, 500, parting)
+    larger.run()
+    least = min(max(float(p.evaluate(c)) for p in both) for c in every)
+    assert both[0].fits(larger.best.choice)
+    assert larger.best.cost == max(float(p.evaluate(larger.best.choice)) for p in both)
+    assert larger.bound <= least * (1 + 1e-9) <= larger.best.cost * (1 + 2e-9)
+    if parting:
+        assert larger.best.cost == pytest.approx(least, rel=1e-9)
+        assert larger.bound == pytest.approx(least, rel=1e-8)
+
+
+def test_it_ends_where_it_may_solve_no_more() -> None:
+    both, order = drawn(1, limit=None)
+    asked: list[Problem] = []
+
+    def late(problem: Problem) -> tuple[Solution, bool]:
+        asked.append(problem)
+        return solve(problem), len(asked) == 2
+
+    first = solve(both[0])
+    for most in (0, 1, 500):
+        asked.clear()
+        larger = Larger(both, order, late, first, 1e-9, most)
+        larger.run()
+        assert len(asked) == min(most, 2)
+        assert larger.bound <= larger.best.cost
 
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 1.0])

@@ -83,7 +83,7 @@ def plan(
 
 _FEW = 2  # devices that are worth but one mesh
 _LARGE = 1000  # nodes of a problem that is solved on one mesh only
-_FEWER = 2  # turns of the solver (`search.search`) on meshes beside the first
+_FEWER = 40  # turns of the solver (`search.search`) on meshes beside the first
 _BROAD = 0.6  # the part of the time for the search over everything, before that on the mesh it has found
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from .solver import Problem
 
-__all__ = ["between", "crossing", "weighted"]
+__all__ = ["SLIGHT", "between", "crossing", "weighted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pair = tuple[float, float]
-_SLIGHT = 1e-9  # a weight that leaves what is forbidden forbidden
+SLIGHT = 1e-9  # a weight that leaves what is forbidden forbidden
 _TRIED = 8  # of which it is seen whether they keep the limit of memory
 
 
@@ -35,7 +35,7 @@ def between(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequen
     """
     ends = np.array([before, after])
     low, high = ((float(costs[0].evaluate(choice)), float(costs[1].evaluate(choice))) for choice in (before, after))
-    weight = min(max(crossing(low, high), _SLIGHT), 1 - _SLIGHT)
+    weight = min(max(crossing(low, high), SLIGHT), 1 - SLIGHT)
     sums, others = [_Sums(len(order)) for _ in costs], {}
     rank = {node: k for k, node in enumerate(order)}
     near: dict[int, list[tuple[int, int, bool]]] = {node: [] for node in range(len(ends[0])) if node not in rank}

@@ -95,6 +95,12 @@ class Formulation:
         """How a call takes an operand."""
         return self.candidates[call].ins[operand][choice[self.node_of_call[call]]]
 
+    def optimizing(self, choice: Sequence[int]) -> float:
+        """Seconds of the optimizer's step."""
+        trained = [v for v in self.calls.parameters if self.calls.training and v.grad and v.number in self.node_of_value]
+        sizes = [v.dtype.itemsize * self.prices.local(v.shape, self.made(v, choice)) for v in trained]
+        return sum(updating(self.prices.cluster, n, self.options, v.dtype) for v, n in zip(trained, sizes, strict=True))
+
     def least_memory(self, seconds: float | None = None) -> int | None:
         """The least bytes a rank that some plan would do with; None where ``seconds`` (by default 120) have not been enough to find one."""
         least = dataclasses.replace(self.under(freed=self.calls.training).problem, usage_limit=0)

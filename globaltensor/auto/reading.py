@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..boxing.moves import Layout
 from .calls import Value
 from .changes import Changes, name_of, short
-from .formulate import Formulation, hidden, updating
+from .formulate import Formulation, hidden
 from .planned import Change, Given, Plan, PlannedCall
 from .responses import Responses
 from .solver import Solution
@@ -44,23 +44,23 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
         calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
         choices={"freed": True} if any(_noted(f, v, choice) for v in calls.parameters) else {},
-        spent=_spent(f, total, planned, changes, given), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
+        spent=_spent(f, choice, total, planned, changes, given), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
     )  # fmt: skip
 
 
-def _spent(f: Formulation, total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], given: Sequence[Given]) -> dict[str, float]:
+def _spent(
+    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], given: Sequence[Given]
+) -> dict[str, float]:
     """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
     leaves = {g.name: g.layout for g in given if g.kind == "parameter"}
     aside = sum(c.backward for c in changes if leaves.get(c.value) == c.src)
     cluster, options = f.prices.cluster, f.options
     behind = sum(options.computation * c.backward + (c.moving / 2 if c.backward else 0.0) for c in planned) + sum(c.backward for c in changes) - aside
-    trained = [v for v in f.calls.parameters if f.calls.training and v.grad]
-    held = {g.name: g.bytes for g in given}
     spent = {
         "computing": options.computation * sum(c.forward + c.backward for c in planned),
         "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
         "hidden": hidden(cluster, options) * min(aside, behind),
-        "updating": sum(updating(cluster, held[name_of(v)], options, v.dtype) for v in trained if name_of(v) in held),
+        "updating": f.optimizing(choice),
     }
     if options.wait:
         spent["waiting"] = total - spent["computing"] - spent["moving"] + spent["hidden"] - spent["updating"]

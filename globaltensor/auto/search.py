@@ -12,16 +12,16 @@ from ..boxing.moves import Layout, show_bytes
 from ..cluster import Cluster
 from ..placement import Placement
 from ..sbp import broadcast, split
-from .between import between, crossing, weighted
 from .calls import Calls
 from .candidates import fills
 from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
+from .larger import Larger
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Solution, solve
+from .solver import Problem, Solution, solve
 
-__all__ = ["Found", "compare", "data_parallel", "priced", "search"]
+__all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
 
 
 class Found(NamedTuple):
@@ -33,25 +33,13 @@ class Found(NamedTuple):
 
 
 Answer = tuple[Solution, Formulation]  # and the problem by which the solution costs what it does
-
-
-class _Point(NamedTuple):
-    """What a choice costs if gradients hide behind the backward pass, and if that hides behind them: the larger one is right."""
-
-    plain: float
-    other: float
-    choice: Sequence[int]
-
-    def cost(self) -> float:
-        return max(self.plain, self.other)
-
-
 _LONGEST = 120.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
-_TURNS, _TURNS_OF_LARGE = 6, 3  # further solutions where gradients take longer than what they hide behind
+_TURNS, _TURNS_OF_LARGE = 400, 3  # further solutions at most where gradients take longer than what they hide behind
+_WORK = 40_000  # nodes of all of these together
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
-_NEAR, _NEAR_OF_LARGE = 1e-3, 2e-3  # the same for what is but compared, or a step on the way
+_EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
 
 
 def search(
@@ -73,15 +61,15 @@ def search(
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
     left = _LONGEST if seconds is None else max(0.0, started + seconds - built)
-    solution, told_by = _within(formulation, left, agreed, _TURNS if turns is None else turns)
+    solution, by = _within(formulation, left, agreed, _TURNS if turns is None else turns)
     solved = time.perf_counter()
     if not solution.feasible:
         raise PlanError(_too_little(formulation, solution))
-    plan = read_plan(told_by, solution)
+    plan = read_plan(by, solution)
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
     told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
-    return Found(dataclasses.replace(plan, alternatives=others, search=told), told_by, solution.choice)
+    return Found(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
 
 
 def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS) -> Answer:
@@ -92,14 +80,14 @@ def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution
     if limit is None:
         return _solved(formulation, seconds, agreed, turns)
     free = dataclasses.replace(formulation, problem=dataclasses.replace(formulation.problem, usage_limit=None))
-    roomy, told_by = _solved(free, seconds / 2, agreed, turns)
-    if roomy.feasible and told_by.problem.peak(roomy.choice) <= limit:
-        return roomy, told_by
+    roomy, by = _solved(free, seconds / 2, agreed, turns)
+    if roomy.feasible and by.problem.peak(roomy.choice) <= limit:
+        return roomy, by
     ways = [formulation, formulation.under(freed=True)] if formulation.calls.training else [formulation]
     found = [_solved(way, max(0.0, end - time.perf_counter()) / (len(ways) - k), agreed, turns) for k, way in enumerate(ways)]
-    best, told_by = min(found, key=lambda answer: (not answer[0].feasible, answer[0].cost if answer[0].feasible else _least(answer[0])))
+    best, by = min(found, key=lambda answer: (not answer[0].feasible, answer[0].cost if answer[0].feasible else _least(answer[0])))
     bound = max(roomy.bound, min((s.bound for s, _ in found if not s.infeasible), default=best.bound))
-    return dataclasses.replace(best, bound=bound, infeasible=all(s.infeasible for s, _ in found)), told_by
+    return dataclasses.replace(best, bound=bound, infeasible=all(s.infeasible for s, _ in found)), by
 
 
 def _least(solution: Solution) -> float:
@@ -113,46 +101,40 @@ def _solved(
     """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
     behind.
 
-    With b and r for the two, what shows is max(b, r) and the part of the other that does not hide; the problem has r hide behind b. Where that isn't so it is
-    also solved the other way round, and in between: each way is a bound (`parts.Weights`), and the next weight is that at which the best choices so far with b
-    and with r longer cost the same, as no other could have a higher one (Kelley 1960). Of these two choices parts are taken (`between`).
+    With b and r for the two, what shows is max(b, r) and the part of the other that does not hide. The problem has r hide behind b; where that isn't so, the
+    least larger one of its cost and that of the problem solved the other way round is looked for (`larger`; `parts.Weights` of what lies between).
     """
     end = time.perf_counter() + seconds
     first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
-    turned, large = formulation.under(summing=1.0), len(first.choice) > _LARGE
-    turned.problem.usage_limit = formulation.problem.usage_limit
-    problems = formulation.problem, turned.problem
+    turned, large, limit = formulation.under(summing=1.0), len(first.choice) > _LARGE, formulation.problem.usage_limit
+    turned.problem.usage_limit = limit
+    near = _NEAR_OF_LARGE if large else _EXACT if limit is None else _CLOSE
 
-    def point(choice: Sequence[int]) -> _Point:
-        plain, other = (float(problem.evaluate(choice)) for problem in problems)
-        return _Point(plain, other, choice)
+    def solved(problem: Problem) -> tuple[Solution, bool]:
+        found = solve(problem, seconds=max(0.0, end - time.perf_counter()), gap=near / 2, least=False)
+        found.log["late"] = time.perf_counter() > end
+        found = agreed(found)
+        return found, bool(found.log["late"])
 
-    low, high = point(first.choice), None
-    at, bound, best = 1.0, float(first.bound), low
-    if low.other <= low.plain:
-        return first, formulation
-    for _ in range(min(turns, _TURNS_OF_LARGE) if large else turns):
-        found = agreed(solve(weighted(problems, at), seconds=max(0.0, end - time.perf_counter()), gap=_NEAR))
-        if not found.feasible:
-            break
-        bound, here = max(bound, float(found.bound)), point(found.choice)
-        low, high = (here, high) if here.other > here.plain else (low, here)
-        best = min(best, here, key=_Point.cost)
-        if high is None:
-            break
-        at = crossing(low[:2], high[:2])
-        hoped = low.plain + at * (low.other - low.plain)  # no choice that is known allows a higher bound
-        if hoped - bound <= (_NEAR_OF_LARGE if large else _NEAR) * hoped:
-            break
-    if high is not None:
-        order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
-        mixed = [between(problems, one.choice, other.choice, order) for one, other in ((low, high), (high, low))]
-        best = min([best, *(point(choice) for choice in mixed if choice is not None)], key=_Point.cost)
-    told_by = formulation if best.plain >= best.other else turned
-    cost, peak = best.cost(), told_by.problem.peak(best.choice)
-    return dataclasses.replace(first, choice=list(best.choice), cost=cost, bound=min(cost, bound), peak=peak), told_by
+    order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
+    most = min(turns, _TURNS_OF_LARGE if large else _WORK // len(first.choice))
+    larger = Larger((formulation.problem, turned.problem), order, solved, first, near, most, parting=not large)
+    larger.run()
+    best = larger.best
+    by = formulation if best.first >= best.second else turned
+    peak = by.problem.peak(best.choice)
+    return dataclasses.replace(first, choice=list(best.choice), cost=best.cost, bound=min(best.cost, larger.bound), peak=peak), by
+
+
+def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:
+    """The formulation by which a choice costs what it does: whichever has it cost more, gradients hidden behind the backward pass or this behind them."""
+    if not hidden(formulation.prices.cluster, formulation.options):
+        return formulation
+    other = formulation.under(summing=1.0 - formulation.options.summing)
+    other.problem.usage_limit = formulation.problem.usage_limit
+    return max(formulation, other, key=lambda f: float(f.problem.evaluate(choice)))
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
@@ -190,15 +172,15 @@ def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], se
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     end = time.perf_counter() + seconds
     found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0)
-    solution, told_by = _solved(found, seconds, turns=0)
-    if options.memory is not None and calls.training and solution.feasible and told_by.problem.peak(solution.choice) > options.memory:
+    solution, by = _solved(found, seconds, turns=0)
+    if options.memory is not None and calls.training and solution.feasible and by.problem.peak(solution.choice) > options.memory:
         # Where parameters are gathered again in backward it may fit, at its price.
-        again, by = _solved(found.under(memory=options.memory, freed=True), max(0.0, end - time.perf_counter()), turns=0)
-        solution, told_by = (again, by) if again.feasible else (solution, told_by)
+        again, their = _solved(found.under(memory=options.memory, freed=True), max(0.0, end - time.perf_counter()), turns=0)
+        solution, by = (again, their) if again.feasible else (solution, by)
     if not solution.feasible:
         why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
         return Alternative(math.inf, 0, False, why)
-    memory = int(told_by.problem.peak(solution.choice))
+    memory = int(by.problem.peak(solution.choice))
     fits = options.memory is None or memory <= options.memory
     return Alternative(float(solution.cost), memory, fits, "" if fits else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}")
 

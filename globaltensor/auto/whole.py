@@ -37,7 +37,7 @@ from .formulate import Formulation, formulate
 from .planned import PlanError
 from .prices import Prices
 from .reading import read_plan
-from .search import Found, data_parallel, search
+from .search import Found, data_parallel, search, told_by
 from .solver import Problem, solve
 
 __all__ = ["COPIES", "Step", "factors", "shaken", "within_steps"]
@@ -256,16 +256,19 @@ def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
     options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
     found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
-    problem = found.formulation.problem
     if way.noise:
-        other = arrange.of_first_rank(solve(shaken(found.formulation, way.noise * found.plan.cost / len(problem.costs)), seconds=_SEARCH))
+        other = arrange.of_first_rank(solve(shaken(found.formulation, way.noise * found.plan.cost / len(found.choice)), seconds=_SEARCH))
         if other.feasible:
-            other = dataclasses.replace(other, cost=problem.evaluate(other.choice), bound=0.0)
-            found = Found(read_plan(found.formulation, other), found.formulation, other.choice)
+            by = told_by(found.formulation, other.choice)
+            other = dataclasses.replace(other, cost=by.problem.evaluate(other.choice), bound=0.0)
+            found = Found(read_plan(by, other), by, other.choice)
+    own = found.formulation
 
     def more(other: Cluster) -> float:
-        """What the plan takes longer on this cluster."""
-        return float(formulate(calls, other, mesh, options).problem.evaluate(found.choice) - problem.evaluate(found.choice))
+        """What the plan takes longer on this cluster, the optimizer's step aside."""
+        there = formulate(calls, other, mesh, own.options)
+        longer, here = (float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice) for f in (there, own))
+        return longer - here
 
     waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
     same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # all else

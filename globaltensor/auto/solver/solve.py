@@ -46,12 +46,12 @@ WARM = 8
 MANY = 6000
 
 
-def solve(problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0) -> Solution:
+def solve(problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0, least: bool = True) -> Solution:
     """The best choice for a problem, with a lower bound on every choice's cost.
 
     `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the best so far. The same problem gives the same answer
     unless time cuts the search short. `gap`: end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn,
-    `threads` is how many HiGHS may take.
+    `threads` is how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do.
     """
     began = time.monotonic()
     search = Search(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap)
@@ -60,7 +60,7 @@ def solve(problem: Problem, seconds: float | None = None, seed: int = 0, threads
         search.log |= {"nodes": len(problem.costs), "left": len(core.live), "reduced_seconds": round(time.monotonic() - began, 3)}
         search.reduced(core)
         search.exhausted = settle(search, core)
-    if search.choice is None and search.exhausted and problem.usage_limit is not None:
+    if least and search.choice is None and search.exhausted and problem.usage_limit is not None:
         search.least_usage = least_usage(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
     return search.answer()
 
