@@ -67,19 +67,21 @@ class Larger:
     def run(self) -> None:
         if self.best.second <= self.best.first or not self.left:
             return
-        parts, number = [_Part(self.bound, low=self.best)], 0
+        parts, number, done = [_Part(self.bound, low=self.best)], 0, math.inf
         waiting: list[tuple[float, int, _Part]] = []
         while parts:
             for part in map(self._raised, parts):
                 if part.bound < self._enough:
                     number += 1
                     heapq.heappush(waiting, (part.bound, number, part))
+                else:
+                    done = min(done, part.bound)
             parts = []
             if self.parting and self.left > 0 and waiting and waiting[0][0] < self._enough:
                 parts = self._parted(waiting[0][2])
                 if parts:
                     heapq.heappop(waiting)
-        self.bound = min([self.best.cost, *(bound for bound, _, _ in waiting)])
+        self.bound = min([self.best.cost, done, *(bound for bound, _, _ in waiting)])
 
     @property
     def _enough(self) -> float:
