@@ -1,7 +1,7 @@
 """Between two choices, each too long in what the other is short in: the first so many calls as in the one, the others as in the other.
 
 Of a model whose layers are alike a problem's optimum has all layers alike, and so have the optima on either side of the weight at which two costs are as long
-(`search`). The least larger cost is where some layers are laid out as in the one, and the rest as in the other.
+(`larger`). The least larger cost is where some layers are laid out as in the one, and the rest as in the other.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _LONGEST = 120.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
 _TURNS, _TURNS_OF_LARGE = 400, 3  # further solutions at most where gradients take longer than what they hide behind
-_WORK = 40_000  # nodes of all of these together
+_WORK, _WORK_WITHIN = 40_000, 6_000  # nodes of all of these together, without a limit of memory and with one, where each takes longer
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
 _EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
 
@@ -119,7 +119,7 @@ def _solved(
         return found, bool(found.log["late"])
 
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
-    most = min(turns, _TURNS_OF_LARGE if large else _WORK // len(first.choice))
+    most = min(turns, _TURNS_OF_LARGE if large else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice))
     larger = Larger((formulation.problem, turned.problem), order, solved, first, near, most, parting=not large)
     larger.run()
     best = larger.best
