@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from test_auto_search import layers, mesh
 
-from globaltensor.auto.between import between, crossing, weighted
 from globaltensor.auto.formulate import Options
-from globaltensor.auto.larger import Larger
 from globaltensor.auto.search import search
-from globaltensor.auto.solver import Problem, Solution, solve
+from globaltensor.auto.solver import Larger, Problem, solve
+from globaltensor.auto.solver.between import between, crossing, weighted
+from globaltensor.auto.solver.eliminate import Elimination
+from globaltensor.auto.solver.marginals import marginals
+from globaltensor.auto.solver.pair import Pair
+from globaltensor.auto.solver.reduce import core_of
 from globaltensor.cluster import Cluster
 
 
@@ -62,42 +65,91 @@ def test_it_is_the_best_of_all_there_are(seed: int) -> None:
     assert any(list(c) == found for c in fitting)
 
 
-@pytest.mark.parametrize("parting", [True, False])
+@pytest.mark.parametrize("how", ["program", "parts", "weights"])
 @pytest.mark.parametrize("seed", range(100))
-def test_the_least_larger_cost_is_found_and_proven(seed: int, parting: bool) -> None:
-    """Against all choices there are. Without parting choices the bound is valid."""
+def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
+    """Against all choices there are: by an integer program, by branch and bound, and by weights alone, whose bound is valid."""
     both, order = drawn(seed, limit=12 if seed % 2 else None)
     first = solve(both[0])
     every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
     if not every:
         assert first.infeasible
         return
-    larger = Larger(both, order, lambda problem: (solve(problem, least=False), False), first, 1e-9, 500, parting)
+    larger = Larger(both, order, first, 1e-9, 500, proving=how != "weights", program=10**6 if how == "program" else -1)
     larger.run()
     least = min(max(float(p.evaluate(c)) for p in both) for c in every)
-    assert both[0].fits(larger.best.choice)
-    assert larger.best.cost == max(float(p.evaluate(larger.best.choice)) for p in both)
+    assert both[0].fits(larger.best.whole)
+    assert larger.best.cost == max(float(p.evaluate(larger.best.whole)) for p in both)
     assert larger.bound <= least * (1 + 1e-9) <= larger.best.cost * (1 + 2e-9)
-    if parting:
+    if how != "weights":
         assert larger.best.cost == pytest.approx(least, rel=1e-9)
         assert larger.bound == pytest.approx(least, rel=1e-8)
 
 
-def test_it_ends_where_it_may_solve_no_more() -> None:
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("seed", range(40))
+def test_only_what_costs_less_is_looked_for(seed: int, share: float) -> None:
+    """By `Larger` and by `solve`: the best if it costs less than that; else a bound of as much."""
+    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
+    if not every:
+        return
+    least = min(float(both[0].evaluate(c)) for c in every)
+    below = least * share + 0.01
+    found = solve(both[0], below=below)
+    assert found.feasible == (least < below)
+    assert not found.infeasible
+    assert found.cost == least if found.feasible else found.bound == below
+    least, first = min(max(float(p.evaluate(c)) for p in both) for c in every), solve(both[0])
+    larger = Larger(both, order, first, 1e-9, 500, below=least * share + 0.01)
+    larger.run()
+    assert larger.bound <= least * (1 + 1e-9)
+    assert larger.bound >= min(least, least * share + 0.01) * (1 - 1e-8)
+    assert share < 1 or larger.best.cost == pytest.approx(least)
+
+
+@pytest.mark.parametrize("program", [10**6, -1])
+def test_it_ends_where_it_may_solve_no_more(program: int) -> None:
     both, order = drawn(1, limit=None)
-    asked: list[Problem] = []
-
-    def late(problem: Problem) -> tuple[Solution, bool]:
-        asked.append(problem)
-        return solve(problem), len(asked) == 2
-
     first = solve(both[0])
-    for most in (0, 1, 500):
-        asked.clear()
-        larger = Larger(both, order, late, first, 1e-9, most)
+    for most, seconds in ((0, 9.0), (1, 9.0), (500, 0.0), (2, 9.0)):
+        larger = Larger(both, order, first, 1e-9, most, seconds, program=program)
         larger.run()
-        assert len(asked) == min(most, 2)
+        assert larger.left >= 0
         assert larger.bound <= larger.best.cost
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_pair_leaves_out_is_no_loss_for_either(seed: int) -> None:
+    """Nor for what lies between: the least cost, at any weight, is as it was."""
+    both, _ = drawn(seed, limit=12 if seed % 2 else None)
+    every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
+    pair = Pair(both)
+    assert pair.feasible == bool(every)
+    for at in (0.0, 0.3, 0.7, 1.0) if every else ():
+        least = min((1 - at) * float(both[0].evaluate(c)) + at * float(both[1].evaluate(c)) for c in every)
+        found = solve(weighted(pair.problems, at))
+        assert found.cost == pytest.approx(least)
+        choice = pair.expand(found.choice or ())
+        assert both[0].fits(choice)
+        for problem, smaller in zip(both, pair.problems, strict=True):
+            assert float(problem.evaluate(choice)) == pytest.approx(float(smaller.evaluate(found.choice or ())))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_marginals_are_what_each_strategy_and_pair_costs_at_best(seed: int) -> None:
+    problem, core = drawn(seed, limit=None)[0][0], core_of(drawn(seed, limit=None)[0][0])
+    every = {c: float(problem.evaluate(c)) for c in itertools.product(*(range(len(c)) for c in problem.costs))}
+    elimination = Elimination.of(core)
+    found = marginals(elimination, core.costs)
+    assert found is not None
+    assert found.least == pytest.approx(min(every.values()))
+    for node, costs in found.nodes.items():
+        for k, cost in enumerate(costs):
+            assert cost == pytest.approx(min(v for c, v in every.items() if c[node] == k))
+    for (i, j, _), table in zip(elimination.edges, found.edges, strict=True):
+        for pair in np.ndindex(table.shape):
+            assert table[pair] == pytest.approx(min(v for c, v in every.items() if (c[i], c[j]) == pair))
 
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 1.0])

@@ -21,6 +21,7 @@ import torch
 from globaltensor.auto import solver
 from globaltensor.auto.solver import Problem, ProblemError, Solution, from_iopddl, load, save, solve
 from globaltensor.auto.solver import solve as solving  # the function; its module is looked up below
+from globaltensor.auto.solver.ascent import Ascent
 from globaltensor.auto.solver.blocks import Blocks
 from globaltensor.auto.solver.cuts import line
 from globaltensor.auto.solver.cuts import program as cuts_program
@@ -250,6 +251,29 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
                 whole = core.expand(dict(zip(flat.nodes, choice, strict=True)))
                 if problem.fits(whole):
                     assert (shifted.bound + shifted.extra[flat.first[:-1] + np.array(choice)] <= problem.evaluate(whole) + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
+    """Prices that elimination evaluates are no worse than what messages come to, also while nothing that fits is known."""
+    draw = np.random.default_rng(seed)
+    problem = Problem("chain")
+    for i in range(30):
+        problem.node(draw.random(5), [((i, 60 - i), draw.integers(0, 50, 5))])
+        if i:
+            problem.edge(i - 1, i, draw.random((5, 5)))
+    problem.usage_limit = int(0.5 * float(solve(problem).peak or 0))
+    core = tighten(core_of(problem))
+    if not core.feasible or not len(core.room):
+        return
+    flat, end = Flat(core), time.monotonic() + 20
+    exact, plain = Ascent(flat, None, math.inf, Elimination.of(core)), Ascent(flat, None, math.inf)
+    while not exact.settled and exact.rounds < 100:
+        exact.round(False, end, 0.0)
+    assert exact.elimination is not None
+    assert exact.settled
+    plain.run(end, 200)
+    assert exact.bound >= plain.bound - 1e-3 * abs(plain.bound)
 
 
 def test_elimination_is_exact_and_tells_its_width() -> None:

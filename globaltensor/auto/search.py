@@ -16,10 +16,9 @@ from .calls import Calls
 from .candidates import fills
 from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
-from .larger import Larger
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Problem, Solution, solve
+from .solver import Larger, Solution, solve
 
 __all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
 
@@ -33,10 +32,10 @@ class Found(NamedTuple):
 
 
 Answer = tuple[Solution, Formulation]  # and the problem by which the solution costs what it does
-_LONGEST = 120.0  # seconds that the solver may take where nothing is said
+_LONGEST = 60.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
-_TURNS, _TURNS_OF_LARGE = 400, 3  # further solutions at most where gradients take longer than what they hide behind
+_TURNS, _TURNS_OF_LARGE = 400, 5  # further solutions at most where gradients take longer than what they hide behind
 _WORK, _WORK_WITHIN = 40_000, 6_000  # nodes of all of these together, without a limit of memory and with one, where each takes longer
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
 _EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
@@ -80,11 +79,14 @@ def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution
     if limit is None:
         return _solved(formulation, seconds, agreed, turns)
     free = dataclasses.replace(formulation, problem=dataclasses.replace(formulation.problem, usage_limit=None))
-    roomy, by = _solved(free, seconds / 2, agreed, turns)
+    roomy, by = _solved(free, seconds / 2, agreed, turns, limit)
     if roomy.feasible and by.problem.peak(roomy.choice) <= limit:
         return roomy, by
     ways = [formulation, formulation.under(freed=True)] if formulation.calls.training else [formulation]
-    found = [_solved(way, max(0.0, end - time.perf_counter()) / (len(ways) - k), agreed, turns) for k, way in enumerate(ways)]
+    found: list[Answer] = []
+    for k, way in enumerate(ways):
+        below = min((s.cost for s, _ in found), default=math.inf)
+        found.append(_solved(way, max(0.0, end - time.perf_counter()) / (len(ways) - k), agreed, turns, below=float(below)))
     best, by = min(found, key=lambda answer: (not answer[0].feasible, answer[0].cost if answer[0].feasible else _least(answer[0])))
     bound = max(roomy.bound, min((s.bound for s, _ in found if not s.infeasible), default=best.bound))
     return dataclasses.replace(best, bound=bound, infeasible=all(s.infeasible for s, _ in found)), by
@@ -96,36 +98,31 @@ def _least(solution: Solution) -> float:
 
 
 def _solved(
-    formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS
-) -> Answer:
+    formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS,
+    within: float | None = None, below: float = math.inf,
+) -> Answer:  # fmt: skip
     """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
-    behind.
+    behind. ``within``: memory, of a choice that takes more nothing needs to be proven. ``below``: only what costs less is looked for.
 
     With b and r for the two, what shows is max(b, r) and the part of the other that does not hide. The problem has r hide behind b; where that isn't so, the
-    least larger one of its cost and that of the problem solved the other way round is looked for (`larger`; `parts.Weights` of what lies between).
+    least larger one of its cost and that of the problem solved the other way round is looked for (`solver.Larger`; `parts.Weights` of what lies between).
     """
     end = time.perf_counter() + seconds
-    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR))
+    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, below=below))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
     turned, large, limit = formulation.under(summing=1.0), len(first.choice) > _LARGE, formulation.problem.usage_limit
     turned.problem.usage_limit = limit
     near = _NEAR_OF_LARGE if large else _EXACT if limit is None else _CLOSE
-
-    def solved(problem: Problem) -> tuple[Solution, bool]:
-        found = solve(problem, seconds=max(0.0, end - time.perf_counter()), gap=near / 2, least=False)
-        found.log["late"] = time.perf_counter() > end
-        found = agreed(found)
-        return found, bool(found.log["late"])
-
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
     most = min(turns, _TURNS_OF_LARGE if large else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice))
-    larger = Larger((formulation.problem, turned.problem), order, solved, first, near, most, parting=not large)
-    larger.run()
+    larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), not large, below)
+    larger.run(lambda choice: within is None or formulation.problem.peak(choice) <= within)
     best = larger.best
     by = formulation if best.first >= best.second else turned
-    peak = by.problem.peak(best.choice)
-    return dataclasses.replace(first, choice=list(best.choice), cost=best.cost, bound=min(best.cost, larger.bound), peak=peak), by
+    peak = by.problem.peak(best.whole)
+    found = dataclasses.replace(first, choice=list(best.whole), cost=best.cost, bound=min(best.cost, larger.bound), peak=peak, log=first.log | larger.log)
+    return agreed(found), by
 
 
 def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:

@@ -1,8 +1,9 @@
 """The solver: one strategy for each node of a graph, at the least cost of nodes and edges, within a memory limit that holds at all times."""
 
 from .files import from_iopddl, load, save
+from .larger import Larger
 from .problem import Problem, ProblemError, Usage
 from .solution import Solution
 from .solve import solve
 
-__all__ = ["Problem", "ProblemError", "Solution", "Usage", "from_iopddl", "load", "save", "solve"]
+__all__ = ["Larger", "Problem", "ProblemError", "Solution", "Usage", "from_iopddl", "load", "save", "solve"]

@@ -28,7 +28,7 @@ LITTLE = 0.001
 #: Entries of tables up to which the very first choice is made feasible too.
 QUICK = 300_000
 #: The most entries of all tables together for which elimination takes the messages' place.
-WORK = 3e7
+WORK = 2e8
 
 
 class Ascent:
@@ -159,7 +159,9 @@ class Ascent:
             self.move(over)
             return
         self.price, promise = found
-        self.settled = promise <= self.bound + max(1e-9 * self.scale, 1e-3 * max(min(self.value, self.known) - self.bound, 0.0)) and opened == self.active.sum()
+        best = min(self.value, self.known)
+        left = max(best - self.bound, 0.0) if np.isfinite(best) else 0.0
+        self.settled = promise <= self.bound + max(1e-9 * self.scale, 1e-3 * left) and opened == self.active.sum()
 
     def run(self, deadline: float, rounds: int, goal: float = np.inf, polish_every: int = 5, gap: float = 0.0) -> None:
         """So many rounds, or until time is up, the bound exceeds the goal, or a choice is found that is near enough to it."""

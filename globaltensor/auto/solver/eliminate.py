@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .problem import Array
+from .reduce import Core
 
 #: The most entries of a table that is kept.
 CAP = 10_000_000
@@ -67,6 +68,14 @@ class Elimination:
             self.order.append((i, tuple(sorted(near))))
         self.left = sorted(around)
         self.fits = not around
+
+    @classmethod
+    def of(cls, core: Core) -> Elimination:
+        """Of a core's live nodes, numbered in order."""
+        nodes = sorted(core.live)
+        index = {i: n for n, i in enumerate(nodes)}
+        edges = [(index[i], index[j], core.near[i][j]) for i in nodes for j in sorted(core.near[i]) if i < j]
+        return cls([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
 
     def run(self, costs: Sequence[Array]) -> tuple[float, dict[int, int]]:
         """The least cost and a choice that has it, for these costs of the nodes (indexed by node). (inf, {}) where none is finite."""

@@ -8,17 +8,43 @@ from __future__ import annotations
 import numpy as np
 
 from .flat import Flat, ranges
+from .marginals import Marginals
 from .messages import Messages
 from .problem import Array
 from .reduce import Core
 
 
+class Known:
+    """A core at prices of memory at which elimination says exactly what each strategy and pair costs at best (`marginals`)."""
+
+    def __init__(self, flat: Flat, price: Array, found: Marginals) -> None:
+        self.flat = flat
+        always = flat.constant - float(price @ flat.room)
+        self.strategies = np.concatenate([found.nodes[n] for n in range(len(flat.nodes))]) + always
+        self.pairs = np.concatenate([costs.ravel() for costs in found.edges]) + always if found.edges else np.zeros(0)
+
+    def never(self, above: float) -> tuple[Array, Array]:
+        """Strategies and pairs that cost more than `above`."""
+        return self.strategies > above, self.pairs > above
+
+    def share(self, above: float) -> float:
+        """The part of all entries that cost more than `above`, and are not forbidden yet."""
+        return share(self.flat, *self.never(above))
+
+    def apply(self, core: Core, above: float) -> None:
+        """Forbid what costs more than `above` in all."""
+        write(self.flat, core, *self.never(above), self.flat.cost, self.flat.table)
+
+
 class Shifted:
-    """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how much each strategy costs above the bound at least."""
+    """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how much each strategy costs above the bound at least.
+
+    `other` is a second lower bound of the strategies' whole cost, from a sweep in the other direction.
+    """
 
     def __init__(self, flat: Flat, messages: Messages, price: Array, forward: bool, whole: bool) -> None:
         """To be built right after a sweep in this direction at these prices. `whole`: round what is moved, so that integers stay integers."""
-        self.flat = flat
+        self.flat, self.other = flat, np.full(len(flat.cost), -np.inf)
         priced = flat.cost + flat.prices(price)
         total = priced + messages.incoming
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
@@ -50,28 +76,34 @@ class Shifted:
         rest = self.extra[of_head] - of_row, self.extra[of_tail] - of_column
         self.pair = over + rest[0][self.rows] + rest[1][self.columns]
 
-    def share(self, above: float, other: Array) -> float:
+    def never(self, above: float) -> tuple[Array, Array]:
+        """Strategies and pairs that cost more than `above`."""
+        return (self.bound + self.extra > above) | (self.other > above), self.bound + self.pair > above
+
+    def share(self, above: float) -> float:
         """The part of all entries that cost more than `above`, and are not forbidden yet."""
-        strategies, pairs = self.flat.cost < self.flat.never, self.flat.table < self.flat.never
-        never = (strategies & ((self.bound + self.extra > above) | (other > above))).sum() + (pairs & (self.bound + self.pair > above)).sum()
-        return float(never) / max(1.0, float(strategies.sum() + pairs.sum()))
+        return share(self.flat, *self.never(above))
 
-    def apply(self, core: Core, above: float, other: Array) -> None:
-        """Write the moved costs into the core, and forbid what costs more than `above` in all.
+    def apply(self, core: Core, above: float) -> None:
+        """Write the moved costs into the core, and forbid what costs more than `above` in all."""
+        write(self.flat, core, *self.never(above), self.cost, self.table)
 
-        `other` is a second lower bound of the strategies' whole cost, from a sweep in the other direction.
-        """
-        flat = self.flat
-        never = (self.bound + self.extra > above) | (other > above)
-        cost = np.where(never, np.inf, self.cost)
-        pairs = self.bound + self.pair > above
-        table = np.where(pairs, np.inf, self.table)
-        for n, i in enumerate(flat.nodes):
-            core.costs[i] = cost[flat.first[n] : flat.first[n + 1]]
-        for e, (n, m) in enumerate(zip(flat.head.tolist(), flat.tail.tolist(), strict=True)):
-            i, j = flat.nodes[n], flat.nodes[m]
-            block = table[flat.at[e] : flat.at[e + 1]].reshape(flat.size[n], flat.size[m])
-            core.near[i][j], core.near[j][i] = block, block.T
+
+def share(flat: Flat, never: Array, pairs: Array) -> float:
+    """The part of all entries, of those that are not forbidden yet, that would be."""
+    some, both = flat.cost < flat.never, flat.table < flat.never
+    return float((some & never).sum() + (both & pairs).sum()) / max(1.0, float(some.sum() + both.sum()))
+
+
+def write(flat: Flat, core: Core, never: Array, pairs: Array, cost: Array, table: Array) -> None:
+    """Costs and tables into a core, with these strategies and pairs forbidden."""
+    cost, table = np.where(never, np.inf, cost), np.where(pairs, np.inf, table)
+    for n, i in enumerate(flat.nodes):
+        core.costs[i] = cost[flat.first[n] : flat.first[n + 1]]
+    for e, (n, m) in enumerate(zip(flat.head.tolist(), flat.tail.tolist(), strict=True)):
+        i, j = flat.nodes[n], flat.nodes[m]
+        block = table[flat.at[e] : flat.at[e + 1]].reshape(flat.size[n], flat.size[m])
+        core.near[i][j], core.near[j][i] = block, block.T
 
 
 def entries(flat: Flat) -> tuple[Array, Array]:

@@ -38,7 +38,7 @@ class Flat:
         self.shape = self.size[self.head] * self.size[self.tail]
         self.at = np.concatenate([[0], np.cumsum(self.shape)])
         self.table: Array = np.concatenate([core.near[i][j].ravel() for i, j in edges]) if edges else np.zeros(0)
-        self.constant = core.constant
+        self.constant = float(core.constant)
         low = -float(np.minimum(np.minimum.reduceat(self.cost, self.first[:-1]), 0).sum()) if self.nodes else 0.0
         low -= float(np.minimum(np.minimum.reduceat(self.table, self.at[:-1]), 0).sum()) if edges else 0.0
         wide = sum(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in np.split(self.table, self.at[1:-1])) if edges else 0.0

@@ -44,7 +44,8 @@ class Problem:
     >>> p.evaluate([1, 0]), p.peak([1, 0]), p.fits([0, 0])
     (15, 6, False)
 
-    Costs are integers (int64; 10**18 or more is forbidden) or floats (inf is forbidden). Several edges between the same nodes add up.
+    Costs are integers (int64; 10**18 or more is forbidden) or floats (inf is forbidden). Several edges between the same nodes add up. Arrays that are given are
+    kept as they are: do not write to them afterwards.
     """
 
     name: str = ""
@@ -168,17 +169,17 @@ class Problem:
 
 
 def numbers(values: Any, what: str) -> Array:
-    """An int64 or float64 array. Raises ProblemError where a value is no number or does not fit."""
+    """An int64 or float64 array, the same one where it is such. Raises ProblemError where a value is no number or does not fit."""
     try:
         row = np.asarray(values)
         if row.dtype.kind not in "iuf":
             raise TypeError
         if row.dtype.kind == "u" and row.size and row.max() > np.iinfo(np.int64).max:
             raise OverflowError
-        row = row.astype(np.float64 if row.dtype.kind == "f" else np.int64)
+        row = row.astype(np.float64 if row.dtype.kind == "f" else np.int64, copy=False)
     except (TypeError, ValueError, OverflowError):
         raise ProblemError(f"{what} must be numbers that fit 64 bits, all integers or floats: {str(values)[:80]}") from None
-    if row.dtype.kind == "f" and (np.isnan(row).any() or np.isneginf(row).any()):
+    if row.dtype.kind == "f" and row.size and not row.min() > -math.inf:  # the least of what has a nan is nan
         raise ProblemError(f"{what} contain nan or minus infinity")
     return row
 

@@ -45,6 +45,23 @@ def close(flat: Flat, price: Array, gap: float, deadline: float, threads: int, s
     """
     program = Program(flat, max(gap, 1e-300), threads, seed)
     program.add_rows(np.flatnonzero(price > 0)[:ROWS])
+    return ended(program, deadline)
+
+
+def close_larger(flats: tuple[Flat, Flat], price: Array, low: float, high: float, gap: float, deadline: float, threads: int, seed: int) -> Outcome:
+    """The same for the larger one of two costs, of two flat problems with the same pairs allowed: for a choice that costs less than `high`, where none costs
+    less than `low`. It ends as well where cost and bound are as near as `gap`.
+
+    Raises ImportError where highspy is missing.
+    """
+    program = Program(flats[0], max(high - low, 1e-300), threads, seed)
+    program.larger_of(flats, low, high, gap)
+    program.add_rows(np.flatnonzero(price > 0)[:ROWS])
+    return ended(program, deadline)
+
+
+def ended(program: Program, deadline: float) -> Outcome:
+    """Run a program: relaxed, and with whole numbers, and with the memory rows that turn out to be violated."""
     bound = -np.inf
     relaxed = True
     while True:
@@ -84,9 +101,9 @@ class Program:
         if module is None:
             raise ImportError("highspy is missing: pip install 'globaltensor[auto]'")
         self.module, self.flat = module, flat
-        self.scale = WIDE / gap
+        self.scale, self.base = WIDE / gap, flat.constant  # the objective is what a choice costs above the base, times the scale
         nodes, strategies = len(flat.nodes), len(flat.cost)
-        kept = np.flatnonzero(flat.table < flat.never)
+        self.kept = kept = np.flatnonzero(flat.table < flat.never)
         row, column = entries(flat)
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
         of_head, of_tail = ranges(flat.first[flat.head], heads), ranges(flat.first[flat.tail], tails)
@@ -126,6 +143,19 @@ class Program:
         self.model.passModel(lp)
         self.rows: set[int] = set()
 
+    def larger_of(self, flats: tuple[Flat, Flat], low: float, high: float, gap: float) -> None:
+        """Make the objective the larger one of two problems' costs, from `low` to `high`: one variable more, and a row for each cost that it is not below."""
+        count, most = self.model.getNumCol(), self.module.kHighsInf
+        self.base = low
+        self.model.changeColsCost(count, np.arange(count, dtype=np.int32), np.zeros(count))
+        self.model.addCol(1.0, 0.0, (high - low) * self.scale, 0, np.zeros(0, dtype=np.int32), np.zeros(0))
+        for flat in flats:
+            costs = np.concatenate([np.where(self.flat.cost < self.flat.never, flat.cost, 0.0), flat.table[self.kept]]) * self.scale
+            some = np.flatnonzero(costs)
+            side = (low - flat.constant) * self.scale
+            self.model.addRow(-most, side, len(some) + 1, np.append(some, count).astype(np.int32), np.append(costs[some], -1.0))
+        self.model.setOptionValue("mip_abs_gap", max(gap * self.scale, 1e-6))
+
     def add_rows(self, moments: Array) -> None:
         """Memory at these moments, in units of the room then."""
         flat = self.flat
@@ -160,7 +190,7 @@ class Program:
             value = info.objective_function_value if good else -np.inf
         else:
             value = info.mip_dual_bound
-        return self.flat.constant + float(value) / self.scale
+        return float(self.base + float(value) / self.scale)
 
     def values(self) -> Array | None:
         solution = self.model.getSolution()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from .shared import Shared
 MOST_COMPARED = 4_000_000
 #: The latter where there is no memory to heed: what is left then is eliminated anyhow.
 MOST_LINKED = 30_000_000
+#: By how much the tables may grow where a node is taken out and others stay.
+GROWTH = 3.0
+#: Neighbours with which a node is merged all the same.
+MANY = 100
 #: Entries of tables that are compared in one step, where one strategy has not more.
 AT_ONCE = 1 << 16
 NOTHING = np.array(0)
@@ -46,14 +50,18 @@ class Step(NamedTuple):
 
 @dataclass
 class Core:
-    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain; `steps` leads back to the whole."""
+    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain; `steps` leads back to the whole.
+
+    Costs may be complex numbers: two problems at once, one in the real and one in the imaginary parts. What is taken out then is no loss for either, so neither
+    for any sum of theirs, nor for the larger one.
+    """
 
     costs: list[Array]
     near: list[dict[int, Array]]  # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose
     uses: list[list[Uses]]
     room: Array = field(default_factory=lambda: np.zeros(0))  # what the limit leaves at each moment to what is still to be chosen
     moments: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the numbers these moments had at first
-    constant: float = 0.0
+    constant: Any = 0.0  # a number of the kind that costs are
     steps: list[Step] = field(default_factory=list)
     live: set[int] = field(default_factory=set)
     feasible: bool = True
@@ -74,7 +82,7 @@ class Core:
 
 
 def as_floats(costs: Array) -> Array:
-    if costs.dtype.kind == "f":
+    if costs.dtype.kind in "fc":
         return costs
     return np.where(costs >= FORBIDDEN, np.inf, costs.astype(np.float64))
 
@@ -140,6 +148,8 @@ def reduce(core: Core, deadline: float = np.inf, nodes: dict[int, None] | None =
                 constant_usage(core, i)
                 if not core.uses[i] and len(core.near[i]) <= 2 and cheap(core, i):
                     around = eliminate(core, i)
+                    if around is None:
+                        continue
                     nodes |= dict.fromkeys(around)
                     if len(around) == 2:
                         edges[min(around), max(around)] = None
@@ -203,7 +213,7 @@ def merged(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None
         table = core.near[i].get(j)
         if table is None:
             continue
-        leaders = [(a, b) for a, b in ((i, j), (j, i)) if core.shared(follows, core.near[a][b])]
+        leaders = [(a, b) for a, b in ((i, j), (j, i)) if core.shared(follows, core.near[a][b]) and slim(core, b, a)]
         if leaders:
             leader, follower = min(leaders, key=lambda pair: len(core.near[pair[1]]))
             around = follow(core, follower, leader)
@@ -242,7 +252,7 @@ def detach(core: Core, i: int) -> list[int]:
 
 def fix(core: Core, i: int) -> list[int]:
     """Take out a node with one strategy."""
-    core.constant += float(core.costs[i][0])
+    core.constant += core.costs[i][0].item()
     for block in core.uses[i]:
         occupy(core, block, block.amounts[:, 0])
     core.uses[i] = []
@@ -259,6 +269,14 @@ def with_first(costs: Array, table: Array) -> Array:
 def follows(table: Array) -> bool:
     """Whether each row (strategy of the leader) leaves one column."""
     return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(np.isfinite(table).any(1).all())
+
+
+def slim(core: Core, j: int, i: int) -> bool:
+    """Whether tables do not grow much where node j is merged into node i: its edges get a row for each strategy of that."""
+    mine, theirs = len(core.costs[j]), len(core.costs[i])
+    if theirs <= mine or len(core.near[j]) > MANY:
+        return True
+    return (theirs - mine) * sum(len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]) <= GROWTH * theirs * mine
 
 
 def follow(core: Core, j: int, i: int) -> list[int]:
@@ -336,45 +354,53 @@ def cheap(core: Core, i: int) -> bool:
     if len(core.near[i]) < 2:
         return True
     a, b = (len(core.costs[j]) for j in core.near[i])
-    return a * b * len(core.costs[i]) <= (MOST_COMPARED if len(core.room) else MOST_LINKED)
+    k = len(core.costs[i])
+    if np.iscomplexobj(core.costs[i]):
+        return a * b * k <= MOST_COMPARED and a * b <= GROWTH * k * (a + b)
+    return a * b * k <= (MOST_COMPARED if len(core.room) else MOST_LINKED)
 
 
-def eliminate(core: Core, i: int) -> list[int]:
-    """Minimise out a node without memory that has at most two neighbours."""
-    around = list(core.near[i])
-    if not around:
-        best = int(core.costs[i].argmin())
-        core.constant += float(core.costs[i][best])
-        core.steps.append(Step(i, (), np.array(best)))
-        core.live.discard(i)
-        return []
-    if len(around) == 1:
-        (a,) = around
-        best, core.costs[a] = core.shared(without_leaf, core.costs[a], core.near[a][i], core.costs[i])
-        core.steps.append(Step(i, (a,), best))
-        return detach(core, i)
-    a, b = around
-    best, least = core.shared(without_link, core.near[a][i], core.near[b][i], core.costs[i])
-    core.steps.append(Step(i, (a, b), best))
-    detach(core, i)
-    join(core.near, a, b, least, core.shared)
-    return around
+def eliminate(core: Core, i: int) -> list[int] | None:
+    """Minimise out a node without memory that has at most two neighbours; these, or None where of two costs one would be more than its least."""
+    around, costs = list(core.near[i]), core.costs[i]
+    if len(around) > 1:
+        a, b = around
+        best, least = core.shared(without_link, core.near[a][i], core.near[b][i], costs)
+    elif around:
+        best, least = core.shared(without_leaf, core.costs[around[0]], core.near[around[0]][i], costs)
+    else:
+        best, least = core.shared(without_leaf, NOTHING, costs[None], NOTHING)
+    if best is None:
+        return None
+    if len(around) > 1:
+        join(core.near, a, b, least, core.shared)
+    elif around:
+        core.costs[around[0]] = least
+    else:
+        core.constant += least.item()
+        best = best[0]
+    core.steps.append(Step(i, tuple(around), best))
+    return detach(core, i)
 
 
-def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array, Array]:
-    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it)."""
+def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None, Array]:
+    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it); None where of two costs one is more than its least."""
     total = table + leaf
     best = total.argmin(1)
-    return best, costs + total[np.arange(len(best)), best]
+    least = total[np.arange(len(best)), best]
+    return best if both_least(total, least) else None, costs + least
 
 
-def without_link(one: Array, other: Array, link: Array) -> tuple[Array, Array]:
-    """(The best strategy of a node between two others for each of theirs, what it costs)."""
+def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, Array]:
+    """(The best strategy of a node between two others for each of theirs, what it costs); None as above."""
     other = other + link
     if len(one) * len(other) * len(link) <= MOST_COMPARED:
         total = one[:, None, :] + other[None]
         best = total.argmin(2)
-        return best, np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
+        least = np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
+        return best if both_least(total, least) else None, least
+    if np.iscomplexobj(other):
+        return None, NOTHING
     least = one[:, 0, None] + other[None, :, 0]
     best = np.zeros(least.shape, dtype=np.int64)
     for k in range(1, len(link)):
@@ -383,6 +409,11 @@ def without_link(one: Array, other: Array, link: Array) -> tuple[Array, Array]:
         best[below] = k
         np.copyto(least, total, where=below)
     return best, least
+
+
+def both_least(total: Array, least: Array) -> bool:
+    """Whether what has the least real part, and of those the least imaginary one (so numpy orders complex numbers), has the least of all of these."""
+    return not np.iscomplexobj(total) or bool((least.imag <= total.imag.min(-1)).all())
 
 
 def undominated(core: Core, i: int) -> Array | None:
@@ -410,26 +441,54 @@ def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
     most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
     if not most:
         return None
-    rows = np.concatenate([costs[:, None], *tables], axis=1)
-    best = np.stack([np.zeros(len(costs), np.int64), *(table.argmin(1) + at for table, at in zip(tables, first[1:], strict=False))], axis=1)
-    least = np.take_along_axis(rows, best, 1).sum(1)
-    order = np.argsort(least, kind="stable")
-    if not np.isfinite(least[order[0]]):
+    whole = np.concatenate([costs[:, None], *tables], axis=1)
+    compared = [Compared.of(rows, first) for rows in ([whole.real, whole.imag] if np.iscomplexobj(whole) else [whole])]
+    order = np.argsort(sum(rows.least for rows in compared), kind="stable")
+    if not np.isfinite(compared[0].least[order[0]]):
         return None
-    rows, best, least, taken = rows[order], best[order], least[order], taken[order]
-    forbidden = np.isinf(rows)
-    ours, theirs = np.where(forbidden, 1e200, rows), np.where(forbidden, 1e250, rows)  # that b is forbidden something is no objection to a
-    left, at_once = np.ones(len(order), dtype=bool), max(1, AT_ONCE // rows.size)
+    compared = [rows.ordered(order) for rows in compared]
+    taken = taken[order]
+    left, at_once = np.ones(len(order), dtype=bool), max(1, AT_ONCE // whole.size)
     for at in range(0, len(order), at_once):
         one = at + np.flatnonzero(left[at : at + at_once])[:most]
-        pairs = (rows[one[:, None, None], best].sum(2) <= least) & left & (one[:, None] < np.arange(len(order)))  # others are no match where b is at its best
+        pairs = left & (one[:, None] < np.arange(len(order)))
+        for rows in compared:
+            pairs &= rows.promising(one)
         if taken.shape[1]:
             pairs &= (taken[one][:, None] <= taken).all(2)
         a, b = np.nonzero(pairs)
         if len(a):
-            goes = np.maximum.reduceat(ours[one[a]] - theirs[b], first[:-1], axis=1).sum(1) <= 0
+            goes = np.logical_and.reduce([rows.stands_in(one[a], b) for rows in compared])
             left[b[goes]] = False  # what stands in for another and goes itself leaves one that stands in for both
         most -= len(one)
         if most <= 0:
             break
     return None if left.all() and len(left) == len(costs) else np.sort(order[left])
+
+
+class Compared(NamedTuple):
+    """What strategies cost, a row each: their own cost and, from each of ``first`` on, a table's entries; where each part is least, and their sum there."""
+
+    rows: Array
+    first: Array
+    best: Array
+    least: Array
+    ours: Array  # the rows, and what is forbidden in them to one that stands in for another,
+    theirs: Array  # and to another: that it is forbidden something is no objection to the one
+
+    @classmethod
+    def of(cls, rows: Array, first: Array) -> Compared:
+        best = np.stack([rows[:, at:end].argmin(1) + at for at, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)], axis=1)
+        return cls(rows, first, best, np.take_along_axis(rows, best, 1).sum(1), rows, rows)
+
+    def ordered(self, order: Array) -> Compared:
+        rows = self.rows[order]
+        forbidden = np.isinf(rows)
+        return Compared(rows, self.first, self.best[order], self.least[order], np.where(forbidden, 1e200, rows), np.where(forbidden, 1e250, rows))
+
+    def promising(self, one: Array) -> Array:
+        """Which of all others each of these may stand in for: it costs no more where they are at their best."""
+        return np.asarray(self.rows[one[:, None, None], self.best].sum(2) <= self.least)
+
+    def stands_in(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.maximum.reduceat(self.ours[a] - self.theirs[b], self.first[:-1], axis=1).sum(1) <= 0)

@@ -32,13 +32,17 @@ class Search:
     least_usage: tuple[Number, Number] | None = None
     gap: float = 0.0  # a smaller gap is good enough
     first: bool = False  # any feasible choice will do
+    below: float = math.inf  # what costs as much is of no use
     widest: int = 0
     largest: int = 0
     log: dict[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.cost = self.below
+
     @property
     def late(self) -> bool:
-        enough = self.choice is not None and (self.first or (self.gap > 0 and self.cost - self.bound <= self.gap * abs(self.cost)))
+        enough = (self.first and self.choice is not None) or (self.gap > 0 and self.cost < math.inf and self.cost - self.bound <= self.gap * abs(self.cost))
         return enough or time.monotonic() >= self.deadline
 
     @property
@@ -97,7 +101,8 @@ class Search:
     def answer(self) -> Solution:
         seconds = time.monotonic() - self.began
         if self.choice is None:
-            return Solution(None, math.inf, self.bound, False, self.exhausted, None, self.least_usage, seconds, self.log)
+            most = self.below if self.exhausted else min(self.bound, self.below)
+            return Solution(None, math.inf, most, False, self.exhausted and self.below == math.inf, None, self.least_usage, seconds, self.log)
         bound: Number = self.cost
         if not self.exhausted and self.bound < self.cost:
             bound = math.ceil(self.bound) if self.problem.integral and math.isfinite(self.bound) else self.bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,9 +13,10 @@ from .ascent import Ascent
 from .blocks import Blocks
 from .branch import halves
 from .eliminate import Elimination
-from .fixing import Shifted
+from .fixing import Known, Shifted
 from .flat import Flat
 from .least import least_usage
+from .marginals import marginals
 from .memory import tighten
 from .problem import Array, Problem
 from .program import close, highspy
@@ -32,6 +34,8 @@ MOVES, SMALL, SCALES = 3, 20, (1.0, 0.7, 1.0, 1.4)
 PROGRAM = 400_000
 #: Entries of tables that an elimination without the memory limit may work through, to see whether the limit binds.
 FREELY = 3e8
+#: Entries that an elimination may work through before anything else is tried: messages mostly show that few of them matter.
+SOON = 1e8
 #: Entries of tables that an elimination may keep at once.
 HELD = 2e8
 #: Nodes up to which elimination is tried where time is up.
@@ -46,21 +50,24 @@ WARM = 8
 MANY = 6000
 
 
-def solve(problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0, least: bool = True) -> Solution:
+def solve(
+    problem: Problem, seconds: float | None = None, seed: int = 0, threads: int = 1, gap: float = 0.0, least: bool = True, below: float = math.inf
+) -> Solution:
     """The best choice for a problem, with a lower bound on every choice's cost.
 
     `seconds` limits the time (none: until it is proven, at most an hour); the answer then is the best so far. The same problem gives the same answer
     unless time cuts the search short. `gap`: end as soon as (cost - bound) / |cost| is that small. `seed` varies what is drawn,
-    `threads` is how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do.
+    `threads` is how many HiGHS may take. `least`: whether to find out, where nothing fits, which limit would do. `below`: only what costs less is looked for;
+    where there is nothing, `choice` is None, and `bound` as much as that.
     """
     began = time.monotonic()
-    search = Search(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap)
+    search = Search(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap, below=below)
     if problem.usage_limit is None or problem.usage_limit <= 0 or len(problem.costs) > MANY or not unlimited(search):
         core = tighten(core_of(problem), max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)))
         search.log |= {"nodes": len(problem.costs), "left": len(core.live), "reduced_seconds": round(time.monotonic() - began, 3)}
         search.reduced(core)
         search.exhausted = settle(search, core)
-    if least and search.choice is None and search.exhausted and problem.usage_limit is not None:
+    if least and search.choice is None and search.exhausted and below == math.inf and problem.usage_limit is not None:
         search.least_usage = least_usage(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
     return search.answer()
 
@@ -95,8 +102,10 @@ def settle(search: Search, core: Core, price: Array | None = None) -> bool:
             search.offer(core, (), np.zeros(0, dtype=np.int64))
             return True
         elimination = None if search.late and len(core.live) > HASTY else narrow(search, core)
-        if elimination is not None and not len(core.room) and elimination.fits and elimination.total <= HELD and elimination.work <= search.affordable:
-            eliminated(search, core, elimination)
+        fits = elimination is not None and not len(core.room) and elimination.fits and elimination.total <= HELD and elimination.work <= search.affordable
+        exact = elimination if fits else None
+        if exact is not None and exact.work <= SOON:
+            eliminated(search, core, exact)
             return True
         flat = Flat(core, float(search.cost))
         if search.late and search.choice is None:
@@ -104,7 +113,10 @@ def settle(search: Search, core: Core, price: Array | None = None) -> bool:
         if search.late:
             return False
         ascent = Ascent(flat, price, float(search.cost), elimination)
-        outcome = climb(search, core, flat, ascent)
+        outcome = climb(search, core, flat, ascent, exact is not None)
+        if outcome == "stuck" and exact is not None:
+            eliminated(search, core, exact)
+            return True
         if outcome != "smaller":
             return outcome == "done" or (outcome == "stuck" and finish(search, core, flat, ascent))
         moments = core.moments
@@ -128,10 +140,7 @@ def hurry(search: Search, core: Core, flat: Flat) -> None:
 
 def narrow(search: Search, core: Core) -> Elimination:
     """An order of elimination for what is left, and in the log how wide it is."""
-    nodes = sorted(core.live)
-    index = {i: n for n, i in enumerate(nodes)}
-    edges = [(index[i], index[j], core.near[i][j]) for i in nodes for j in sorted(core.near[i]) if i < j]
-    elimination = Elimination([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
+    elimination = Elimination.of(core)
     if elimination.fits:
         search.widths(elimination.width, elimination.largest)
     search.log.setdefault("elimination_leaves", len(elimination.left))
@@ -147,8 +156,9 @@ def eliminated(search: Search, core: Core, elimination: Elimination) -> None:
         search.proves(core.constant + value, len(search.problem.costs) + len(search.problem.tables))
 
 
-def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
-    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late"."""
+def climb(search: Search, core: Core, flat: Flat, ascent: Ascent, exact: bool) -> str:
+    """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late". `exact`: elimination comes
+    next."""
     entries = len(flat.table) + len(flat.cost)
     history, blocks, longest = [-np.inf], None, 0.0
     while not search.late:
@@ -174,28 +184,32 @@ def climb(search: Search, core: Core, flat: Flat, ascent: Ascent) -> str:
         history.append(ascent.bound)
         rising = ascent.bound - history[max(0, len(history) - 4)] > 0.02 * (search.cost - ascent.bound)
         if search.cost < np.inf and (not rising or len(history) % 4 == 3):
-            shifted, other = shift(search, flat, ascent)
-            share = shifted.share(search.goal, other)
+            known = dear(flat, ascent, search.problem.integral)
+            share = known.share(search.goal)
             if share > 0.3 or (share > 0.05 and not rising):
-                shifted.apply(core, search.goal, other)
+                known.apply(core, search.goal)
                 search.log["forbidden"] = [*search.log.get("forbidden", []), (entries, round(share, 3))]  # type: ignore[misc]
                 return "smaller"
-        if not rising and len(history) > 4 and entries < PROGRAM:
+        if not rising and len(history) > (2 if exact else 4) and (exact or entries < PROGRAM):
             return "stuck"
     return "late"
 
 
-def shift(search: Search, flat: Flat, ascent: Ascent) -> tuple[Shifted, Array]:
-    """The costs moved along the messages at the best prices, and the strategies' bounds from the other direction."""
-    whole = search.problem.integral
+def dear(flat: Flat, ascent: Ascent, whole: bool) -> Known | Shifted:
+    """What strategies and pairs cost at least, at the best prices: by elimination, or by costs moved along the messages. `whole`: integers stay integers."""
     priced = flat.cost + flat.prices(ascent.best_price)
+    found = None if ascent.elimination is None else marginals(ascent.elimination, np.split(priced, flat.first[1:-1]))
+    if found is not None:
+        return Known(flat, ascent.best_price, found)
     for _ in range(WARM if ascent.elimination is not None else 0):  # messages are not kept up where elimination takes their place
         ascent.messages.sweep(priced, True)
         ascent.messages.sweep(priced, False)
     ascent.messages.sweep(priced, True)
     ahead = Shifted(flat, ascent.messages, ascent.best_price, True, whole)
     ascent.messages.sweep(priced, False)
-    return Shifted(flat, ascent.messages, ascent.best_price, False, whole), ahead.bound + ahead.extra
+    known = Shifted(flat, ascent.messages, ascent.best_price, False, whole)
+    known.other = ahead.bound + ahead.extra
+    return known
 
 
 def carried(price: Array, before: Array, after: Array) -> Array:

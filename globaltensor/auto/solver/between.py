@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .solver import Problem
+from .problem import Problem
 
 __all__ = ["SLIGHT", "between", "crossing", "weighted"]
 
