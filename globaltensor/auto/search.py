@@ -119,10 +119,10 @@ def _solved(
     larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), not large, below)
     larger.run(lambda choice: within is None or formulation.problem.peak(choice) <= within)
     best = larger.best
-    by = formulation if best.first >= best.second else turned
-    peak = by.problem.peak(best.whole)
-    found = dataclasses.replace(first, choice=list(best.whole), cost=best.cost, bound=min(best.cost, larger.bound), peak=peak, log=first.log | larger.log)
-    return agreed(found), by
+    found = dataclasses.replace(first, choice=list(best.whole), cost=best.cost, bound=min(best.cost, larger.bound), log=first.log | larger.log)
+    found = agreed(found)
+    by = max(formulation, turned, key=lambda f: float(f.problem.evaluate(found.choice or ())))
+    return dataclasses.replace(found, peak=by.problem.peak(found.choice or ())), by
 
 
 def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:
