@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Larger:
         self.program = program if highspy() is not None else -1  # a program may be empty
         self.deadline = time.monotonic() + seconds
         self.best, self.bound = self._point(first.choice or ()), float(first.bound)
-        self.log: dict[str, object] = {}
+        self.log: dict[str, Any] = {}
 
     def run(self, worthwhile: Callable[[Sequence[int]], bool] = lambda choice: True) -> None:
         """``worthwhile``: asked of the best choice by weights alone; where it is not, nothing more is looked for."""
@@ -169,7 +169,7 @@ class Larger:
             reach = self.bound + share * (high - self.bound)
             left = Pair(self._without(known, reach), end)
             pairs = sum(int(np.isfinite(table).sum()) for table in left.problems[0].tables) if left.feasible else 0
-            self.log["programs"] = [*self.log.get("programs", []), pairs]  # type: ignore[misc]
+            self.log["programs"] = [*self.log.get("programs", []), pairs]
             if pairs > self.program or time.monotonic() >= end:
                 return False
             done, least = True, high
