@@ -71,7 +71,7 @@ def plan(
     where = None if mesh is None else mesh_of(mesh, found)
     if where is None and objective == "time" and found.size > _FEW and len(set(_rows(given))) == 1 and isinstance(model_or_graph, torch.nn.Module):
         return _of_everything(model_or_graph, given, found, options, left)
-    calls, where = calls_of(model_or_graph, *given), where or mesh_of(None, found)
+    calls, where = calls_of(model_or_graph, *given, found.device), where or mesh_of(None, found)
     if objective == "memory":
         least = formulate(calls, found, where, options).least_memory(left())
         if least is None:
@@ -105,8 +105,12 @@ def _rows(given: Any) -> list[int]:
 def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock) -> Plan:
     """Mesh, stages, micro-batches, recomputation and shares are searched too. Beside a plan on one mesh the known ways on that are priced, beside one in stages
     those on one axis."""
-    calls, rows = calls_of_model(model, *given), _rows(given)[0]
-    done = everything(lambda n: calls if n == rows else calls_of_model(model, *_of_batch(given, n)), rows, cluster, None, options, None, left(_BROAD))
+    calls, rows = calls_of_model(model, *given, cluster.device), _rows(given)[0]
+
+    def calls_at(n: int) -> Calls:
+        return calls if n == rows else calls_of_model(model, *_of_batch(given, n), cluster.device)
+
+    done = everything(calls_at, rows, cluster, None, options, None, left(_BROAD))
     found = _on_meshes(done, calls, cluster, options, left)
     known = found.formulation if found is not None else formulate(calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options)
     ways = {"data parallel": data_parallel(calls, known.mesh), **recipes_of(model, calls, known.mesh)}
@@ -197,12 +201,12 @@ def nbytes(size: int | float | str) -> int:
     return int(float(told[1]) * _UNITS[told[2].lower()])
 
 
-def calls_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Calls:
-    """The calls of a model or a graph for these inputs. Raises PlanError for something else."""
+def calls_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device: str) -> Calls:
+    """The calls of a model or a graph for these inputs, that are to run on such a device ("cpu", "cuda"). Raises PlanError for something else."""
     if isinstance(model, Graph):
-        return captured_calls(model, args, kwargs)[1]
+        return captured_calls(model, args, kwargs, device)[1]
     if isinstance(model, torch.nn.Module):
-        return calls_of_model(model, args, kwargs)
+        return calls_of_model(model, args, kwargs, device)
     raise PlanError(f"flow.auto.plan wants a torch.nn.Module or an nn.Graph, got {type(model).__name__}")
 
 

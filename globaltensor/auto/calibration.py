@@ -69,7 +69,7 @@ def calibrate(
         raise PlanError(f"seconds is a positive number, got {seconds!r}")
     found = cluster_of(cluster)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    calls, where = calls_of(model_or_graph, args, kwargs), mesh_of(mesh, found)
+    calls, where = calls_of(model_or_graph, args, kwargs, found.device), mesh_of(mesh, found)
     menu = Menu(Prices(found, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
     runs = steps and calls.training and _can_run(model_or_graph, where, found.memory or _UNKNOWN)

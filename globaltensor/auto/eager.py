@@ -76,7 +76,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     name = type(model).__name__
 
     def captured() -> tuple[Calls, Text]:
-        calls = calls_of_model(model, args, kwargs)
+        calls = calls_of_model(model, args, kwargs, current_cluster().device)
         return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
 
     calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')

@@ -17,6 +17,7 @@ from ..cluster import Cluster
 from ..graph.pipeline import promise
 from ..placement import Placement
 from .batches import Batches, takes_statistics
+from .bounds import Dual
 from .calls import Calls
 from .candidates import roofline
 from .formulate import Options, bucket_of
@@ -37,8 +38,10 @@ __all__ = ["Space", "everything"]
 #: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as there is.
 _PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
 _SIMULATED: Final = 8  # plans of which the step is simulated
-_TIGHTENED: Final = 24  # settings whose bound is worked out with a price on memory
+_ASKED: Final = 3  # prices on memory that are tried before a setting is divided
+_TIGHTENED: Final = 100  # prices on memory that are tried to raise the bound
 _RESCHEDULED: Final = 8  # settings that are tried with all schedules
+_FILLED: Final = ("1f1b", "gpipe")  # schedules whose formula has the whole time of all stages, for the first micro-batch
 _ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
 
 
@@ -98,6 +101,7 @@ class _Search:
         self.statistics = takes_statistics(batches.whole)
         if self.statistics and not space.micro_batches:
             self.log["one_batch"] = f"{self.statistics} takes statistics of the batch, which would be others of micro-batches: there are none, and no pipelines"
+        self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
         self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
         self._later: list[tuple[float, Setting, Ground, int]] = []
@@ -173,12 +177,14 @@ class _Search:
                 self.log["left_out"] = out = {**out, str(rows): str(error)}
         return str(rows) not in out
 
-    def _bubble(self, stages: int, micros: int) -> float:
-        """Seconds that a pipeline takes longer, by whichever of the schedules, than its busiest lane works (`modelled`): at least, by what computing takes."""
+    def _bubble(self, stages: int, micros: int, by: Sequence[tuple[tuple[int, ...], str]] | None = None) -> float:
+        """Seconds that a pipeline takes longer than its busiest lane works (`modelled`), by whichever schedule (``by``: of these lanes and schedules):
+        at least by what computing takes."""
         least = self._least(stages, micros)
         work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
-        count = len(self.chain.segments)
-        return min(filling(schedule, stages, len(lanes), micros, work, forward) for lanes, schedule in self._lanes(stages)) if stages <= count else math.inf
+        if stages > len(self.chain.segments):
+            return math.inf
+        return min(filling(schedule, stages, len(lanes), micros, work, forward) for lanes, schedule in by or self._lanes(stages))
 
     def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
         """The least seconds of computing a micro-batch of a segment of each kind, in both passes and in the forward pass: if all ranks of a stage share the
@@ -203,8 +209,7 @@ class _Search:
 
     def _look(self, setting: Setting) -> None:
         _, stages, micros, mesh = setting
-        prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
-        ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+        ground = self._ground(mesh, micros)
         settled = self.settled.get(mesh)
         if settled is not None:
             ground.active = settled
@@ -218,7 +223,7 @@ class _Search:
         for sides in (False, True):
             if self.bounds[setting[1:]] < self.least * 1.02:
                 evenly = free.evenly(sides=sides)
-                self._raise(setting, evenly if all(name in ("1f1b", "gpipe") for _, name in self._lanes(stages)) else evenly * part + bubble)
+                self._raise(setting, evenly if all(name in _FILLED for _, name in self._lanes(stages)) else evenly * part + bubble)
         if setting[1:] in self.once:
             self.once[setting[1:]] = max(setting.bound, free.evenly(0.5, True))
         if self.bounds[setting[1:]] >= self.least * 1.02:
@@ -229,12 +234,16 @@ class _Search:
         evenly, hub = float(scores.min()) / stages, int(scores.argmin())
         # The first schedule has the whole bubble; what others could save is looked at later.
         lanes, schedule = next(self._lanes(stages))
-        if (evenly if schedule in ("1f1b", "gpipe") else self.bounds[setting[1:]]) < self.least * 1.02:
+        if (evenly if schedule in _FILLED else self.bounds[setting[1:]]) < self.least * 1.02:
             self._divide(ground, setting, schedule, lanes, hub)
         if stages > 1 and self.bounds[setting[1:]] < self.least:
             self._later.append((evenly, setting, ground, hub))
             hopes = {id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)]) for e in self._later}
             self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[:_RESCHEDULED]
+
+    def _ground(self, mesh: Placement, micros: int) -> Ground:
+        prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
+        return Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
 
     def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
         """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
@@ -262,10 +271,15 @@ class _Search:
 
     def _divide(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
         """Add the best plan of a setting by a schedule to those found."""
+        dual = self._dual(ground, setting, schedule, lanes)
+        while dual.value < self.least and len(dual.known) <= _ASKED and dual.look():
+            pass
+        if dual.value >= self.least:
+            return
         stages, micros, chunks = setting.stages, setting.micros, len(lanes)
         each = chunks // stages
-        most = promise(schedule, lanes, micros) if stages > 1 and ground.calls.training else (1,) * stages
-        flights = tuple(most[lane] / each for lane in lanes)
+        held = self._flights(stages, micros, schedule, lanes)
+        flights = tuple(held[lane] for lane in lanes)
         limit = self.options.memory / each if self.options.memory else None
         cutting = Cutting(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
         if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
@@ -291,6 +305,21 @@ class _Search:
         self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
         del self.found[3 * _SIMULATED :]
 
+    def _flights(self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]) -> tuple[float, ...]:
+        """How many micro-batches each lane holds of all its layers at most."""
+        most = promise(schedule, lanes, micros) if stages > 1 and self.batches.whole.training else (1,) * stages
+        return tuple(n * stages / len(lanes) for n in most)
+
+    def _dual(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...]) -> Dual:
+        """The bound of a setting by a schedule, within the memory."""
+        _, stages, micros, _ = setting
+        key = *setting[1:], schedule
+        if key not in self.duals:
+            part, bubble = (1.0, 0.0) if schedule in _FILLED else (micros / (micros + stages - 1), self._bubble(stages, micros, [(lanes, schedule)]))
+            cutting = Cutting(ground, micros, stages, self.options.memory or None, recompute=self.space.recompute)
+            self.duals[key] = Dual(cutting, part, bubble, self._flights(stages, micros, schedule, lanes))
+        return self.duals[key]
+
     def _reschedule(self, until: float) -> None:
         """Other schedules, for the pipelines that would be best without their bubble."""
         for evenly, setting, ground, hub in self._later:
@@ -306,16 +335,12 @@ class _Search:
             key = min(self.bounds, key=lambda k: (self.bounds[k], k[:2]))
             if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
                 return
-            stages, micros, mesh = key
-            prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
-            ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
-            cutting = Cutting(ground, micros, stages, float(self.options.memory), _PRICES, self.space.recompute)
-            if cutting.roomy():
-                return  # memory costs nothing there
-            raised = max(self.bounds[key], cutting.bound(micros / (micros + stages - 1)) + self._bubble(stages, micros))
-            if raised <= self.bounds[key] * (1 + 1e-9):
+            setting, ground = Setting(self.bounds[key], *key), self._ground(key[2], key[1])
+            duals = [self._dual(ground, setting, schedule, lanes) for lanes, schedule in self._lanes(key[0])]
+            lowest = min(duals, key=lambda dual: dual.value)
+            if lowest.value <= self.bounds[key] and not lowest.look():
                 return
-            self.bounds[key] = raised
+            self._raise(setting, min(dual.value for dual in duals))
 
     # The end
 

@@ -169,17 +169,6 @@ class Cutting:
         best = np.unravel_index(int(found.score[self.hub].argmin()), memory.shape)
         return bool(memory[best] <= (self.limit or math.inf))
 
-    def bound(self, part: float = 1.0) -> float:
-        """No way of cutting this chain into as many stages on this mesh takes less in the model, if a schedule takes ``part`` of the weighted time at least:
-        stages cannot do better than share all work evenly. With a memory limit also by prices on memory (Lagrange), where each stage holds a micro-batch."""
-        time = float(self.micros + self.stages - 1)
-        found = part * self.evenly()
-        for price in self.prices[1:] if self.limit else ():
-            each = price * found / (self.limit or 1.0)
-            ranges = Ranges(self.ground, Weights(part * time, part, each, each), True)
-            found = max(found, self._priced(ranges) / self.stages - each * (self.limit or 0.0))
-        return found
-
     def evenly(self, gathers: float = 1.0, sides: bool = False) -> float:
         """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what part of gathering parameters counts. ``sides``: where that is
         longer than computing, it is looked at whether all could do better at once."""
@@ -204,13 +193,6 @@ class Cutting:
 
     def _loose(self, look: Look, gathers: float) -> Ranges:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
-
-    def roomy(self) -> bool:
-        """Whether the chain, laid out for time alone and cut evenly, needs no more than there is, with one micro-batch in flight."""
-        table = self._chain(self._loose(Look(), 1.0))
-        where = np.unravel_index(int(table.score.argmin()), table.score.shape)
-        parts = table.parts[(slice(None), *where)]
-        return self.limit is None or float(parts[_AT["P"]] + parts[_AT["A"]]) / self.stages <= self.limit
 
     def settle(self, k: int = 0) -> None:
         """Choose how hubs lie, by the k-th look (the first one first; another after that): the best of a few ways for all, then each that is not small in turn.
@@ -239,17 +221,6 @@ class Cutting:
             best = {**best, h: [found.index(min(found))]}
         ground.active = best
         self._forget()
-
-    def _priced(self, ranges: Ranges) -> float:
-        """The least of a chain where each segment may recompute or not, whatever the hubs."""
-        best = None
-        for kind in self.kinds:
-            score = ranges.of(((kind, False, 1),)).score
-            if self.recompute:
-                score = np.minimum(score, ranges.of(((kind, True, 1),)).score)
-            best = score if best is None else (best[:, :, :, None] + score[:, None]).min(2)
-        assert best is not None
-        return float(best.min())
 
 
 def held(parts: Array, flight: float) -> Array:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ..distributed.world import world
 from ..graph.capture import Captured, capture
@@ -42,8 +44,33 @@ def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], rec
         running.clear()
 
 
-def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Calls:
-    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their shapes: no memory is taken, nothing is computed.
+class _Fused(TorchFunctionMode):
+    """What GPUs' kernels keep for backward: of attention no more with dropout than without, as they drop out inside, of dropout a byte for each element. The
+    CPU's, which all is captured with, keep the scores and what was dropped of them, and numbers as wide as what is dropped of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args[0].dtype is not torch.float64:
+            args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {k: v for k, v in kwargs.items() if k != "dropout_p"}
+        elif func is F.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if inplace or not training or not 0 < p < 1 or not input.is_floating_point():
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _kernels(device: str) -> contextlib.AbstractContextManager[Any]:
+    """What is kept for backward is what kernels of such a device keep."""
+    return _Fused() if device == "cuda" else contextlib.nullcontext()
+
+
+def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> Calls:
+    """The calls of one forward pass of a model. Parameters and inputs are only looked at for their shapes: no memory is taken, nothing is computed. ``device``:
+    what it is to run on, "cpu" or "cuda", which keep different things for backward.
 
     Raises GraphError where the model's code depends on values.
     """
@@ -60,7 +87,7 @@ def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), kept, recorder)
 
-    with torch.set_grad_enabled(True), _dispatched(model):
+    with torch.set_grad_enabled(True), _dispatched(model), _kernels(device):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
     found = _read(captured, kept, dict(zip(names, lent, strict=False)))
@@ -82,10 +109,10 @@ def _dispatched(model: torch.nn.Module) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
-def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[fx.Graph, Calls]:
-    """The captured graph of a graph's build() for these inputs, and its calls."""
+def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> tuple[fx.Graph, Calls]:
+    """The captured graph of a graph's build() for these inputs, and its calls. ``device``: see `calls_of_model`."""
     kept: dict[int, list[torch.Tensor]] = {}
-    with torch.set_grad_enabled(graph.training):
+    with torch.set_grad_enabled(graph.training), _kernels(device):
         captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, recorder))
     stands = {id(captured.states[node.meta["state"]]): node.meta["val"] for node in captured.program.nodes if "state" in node.meta}
     found = _read(captured, kept, {}, stands)
