@@ -272,9 +272,9 @@ class _Search:
     def _divide(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
         """Add the best plan of a setting by a schedule to those found."""
         dual = self._dual(ground, setting, schedule, lanes)
-        while dual.value < self.least and len(dual.known) <= _ASKED and dual.look():
+        while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
             pass
-        if dual.value >= self.least:
+        if dual.value >= self.least * 1.02:
             return
         stages, micros, chunks = setting.stages, setting.micros, len(lanes)
         each = chunks // stages
