@@ -108,7 +108,8 @@ def _solved(
     least larger one of its cost and that of the problem solved the other way round is looked for (`solver.Larger`; `parts.Weights` of what lies between).
     """
     end = time.perf_counter() + seconds
-    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, below=below))
+    # Without turns it is a glance: nobody asks what memory would do.
+    first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, least=turns > 0, below=below))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
     turned, large, limit = formulation.under(summing=1.0), len(first.choice) > _LARGE, formulation.problem.usage_limit
