@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,8 +29,10 @@ __all__ = ["calls_of_model", "captured_calls", "saving"]
 
 
 @contextlib.contextmanager
-def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], recorder: Any) -> Iterator[None]:
-    """While build() runs, note what autograd keeps for backward: the number of the user's call -> its tensors."""
+def saving(hooks: Callable[[Any], Any], kept: dict[int, list[torch.Tensor]], device: str, recorder: Any) -> Iterator[None]:
+    """While build() runs, note what autograd keeps for backward on such a device: the number of the user's call -> its tensors."""
+    if device == "cuda":
+        recorder.local.as_run = _fused
     running = [recorder]  # autograd keeps `pack` for as long as results of build() are there, and these the recorder has: no collector sees that ring
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ class _Fused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args[0].dtype is not torch.float64:
+        if func is F.scaled_dot_product_attention and args and args[0].dtype is not torch.float64:
             args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {k: v for k, v in kwargs.items() if k != "dropout_p"}
         elif func is F.dropout:
             return _dropout(*args, **kwargs)
@@ -63,9 +66,13 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, True)[0]
 
 
-def _kernels(device: str) -> contextlib.AbstractContextManager[Any]:
-    """What is kept for backward is what kernels of such a device keep."""
-    return _Fused() if device == "cuda" else contextlib.nullcontext()
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Fused():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> Calls:
@@ -85,9 +92,9 @@ def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
         return functional_call(model, given, inputs[0], inputs[1])
 
     def hooks(recorder: Any) -> Any:
-        return saving(lambda r: watched({"model": model}, {}, r), kept, recorder)
+        return saving(lambda r: watched({"model": model}, {}, r), kept, device, recorder)
 
-    with torch.set_grad_enabled(True), _dispatched(model), _kernels(device):
+    with torch.set_grad_enabled(True), _dispatched(model):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
     found = _read(captured, kept, dict(zip(names, lent, strict=False)))
@@ -112,8 +119,8 @@ def _dispatched(model: torch.nn.Module) -> Iterator[None]:
 def captured_calls(graph: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, device: str = "cpu") -> tuple[fx.Graph, Calls]:
     """The captured graph of a graph's build() for these inputs, and its calls. ``device``: see `calls_of_model`."""
     kept: dict[int, list[torch.Tensor]] = {}
-    with torch.set_grad_enabled(graph.training), _kernels(device):
-        captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, recorder))
+    with torch.set_grad_enabled(graph.training):
+        captured = graph._captured(args, dict(kwargs or {}), lambda hooks: lambda recorder: saving(hooks, kept, device, recorder))
     stands = {id(captured.states[node.meta["state"]]): node.meta["val"] for node in captured.program.nodes if "state" in node.meta}
     found = _read(captured, kept, {}, stands)
     found.training = graph.training

@@ -66,6 +66,7 @@ class Local(Differentiated):
         here = world()
         self._seed = None if isinstance(getattr(here, "real", here), SimulatedWorld) else torch.default_generator.initial_seed()
         self.boxed: list[tuple[Spec, Spec, str]] = []  # what moves, in order, and why
+        self.as_run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function  # what draws, as it is run to see what it gives
         self.special: dict[Any, Callable[..., Any]] = {
             box: self._box,
             visible.apply: self._apply,
@@ -264,7 +265,7 @@ class Local(Differentiated):
                 self.graph.erase_node(node)
 
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: Any, coordinate: Any) -> Any:
-        return self.record(function, args, kwargs, Draw(function, tuple(coordinate)), True)
+        return self.record(self.as_run(function), args, kwargs, Draw(function, tuple(coordinate)), True)
 
     def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
         inside = self.rank in spec.placement._coordinates
