@@ -152,12 +152,13 @@ class Spec:
         """Shape of the local tensor on ``rank``: ``(0,)`` outside the placement."""
         return self.box(rank)[1] if rank in self.placement._coordinates else (0,)
 
+    def largest_shape(self) -> tuple[int, ...]:
+        """Shape of the largest local tensor."""
+        return tuple(max(length for _, length in nested(n, self.chain(dim))) for dim, n in enumerate(self.shape))
+
     def local_numel(self) -> int:
         """Elements of the largest local tensor."""
-        size = 1
-        for dim, n in enumerate(self.shape):
-            size *= max(length for _, length in nested(n, self.chain(dim)))
-        return size
+        return math.prod(self.largest_shape())
 
     def replace(
         self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None

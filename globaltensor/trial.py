@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,62 @@ from .distributed.world import world
 from .plans import replaced, tensors_in
 from .spec import Spec
 
-__all__ = ["on_meta"]
+__all__ = ["on_meta", "remembering"]
 
 _MOST = 1 << 20  # elements of operands that a call is tried with
+_REMEMBERED = 1 << 13  # calls
+
+Found = tuple[list[torch.Tensor] | None, Any]
 
 
-def on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:
+class _Known(threading.local):
+    found: dict[Any, Found] | None = None
+
+
+_known = _Known()
+
+
+@contextlib.contextmanager
+def remembering(found: dict[Any, Found]) -> Iterator[None]:
+    """Inside, a call is tried once for operands of the same shapes, however they lie, and what came out is kept in ``found``."""
+    before, _known.found = _known.found, found
+    try:
+        yield
+    finally:
+        _known.found = before
+
+
+def on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
+    known = _known.found
+    if known is None or _torch.any_autocast():
+        return _tried(func, specs, args, kwargs)
+    try:
+        key = func, tuple((s.shape, s.dtype) for s in specs), _spelled(args), _spelled(kwargs)
+        found = known.get(key)
+    except TypeError:  # of what cannot be hashed
+        return _tried(func, specs, args, kwargs)
+    if found is None:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        found = known[key] = _tried(func, specs, args, kwargs)
+    return found
+
+
+def _spelled(value: Any) -> Any:
+    """A nest of arguments without its tensors, in which numbers of other types differ."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_spelled, value)
+    if isinstance(value, dict):
+        return dict, *((k, _spelled(v)) for k, v in value.items())
+    if isinstance(value, slice):
+        return slice, *map(_spelled, (value.start, value.stop, value.step))
+    return type(value), value
+
+
+def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     cast = _torch.any_autocast()
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():

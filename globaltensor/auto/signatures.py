@@ -26,6 +26,7 @@ from ..rules.extremum import AHEAD
 from ..rules.quotient import settle
 from ..sbp import Sbp, broadcast, partial_sum, split
 from ..spec import Spec
+from ..trial import remembering
 from ..wrapper import GlobalTensor
 from .calls import Call, Value
 
@@ -166,7 +167,8 @@ def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], 
     set_world(dry)
     try:
         try:
-            return _watched(call, specs, "meta", dry.plans)
+            with remembering(_tried):
+                return _watched(call, specs, "meta", dry.plans)
         except _REFUSED:  # a kernel that meta tensors have not, or a look at values: fake tensors know more, and take longer
             with _torch.fake_tensors():
                 return _watched(call, specs, None, None)
@@ -218,6 +220,8 @@ class _Elsewhere(DryWorld):
         return _Nobody(self, ranks)
 
 
+#: What comes of a call on whole tensors, wherever it is dreamt up.
+_tried: dict[Any, Any] = {}
 #: By the world that they are dreamt up in.
 _elsewhere: WeakKeyDictionary[World, dict[int, _Elsewhere]] = WeakKeyDictionary()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,11 +29,11 @@ Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 class Prices:
     """Of tensors of one shape and dtype on one placement, whatever their layout."""
 
-    __slots__ = ("_bytes", "_costs", "_fibers", "_landings", "cluster", "dtype", "placement", "shape")
+    __slots__ = ("_costs", "_fibers", "_landings", "_largest", "cluster", "dtype", "placement", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> None:
         self.shape, self.dtype, self.placement, self.cluster = shape, dtype, placement, cluster
-        self._bytes: dict[Layout, int] = {}
+        self._largest: dict[Layout, tuple[int, tuple[int, ...]]] = {}
         self._costs: dict[tuple[tuple[int, ...], Layout, Layout], tuple[Layout, int, float]] = {}
         self._fibers: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._landings: dict[tuple[Layout, int], float] = {}
@@ -43,9 +44,14 @@ class Prices:
 
     def nbytes(self, layout: Layout) -> int:
         """Bytes of the largest local tensor."""
-        found = self._bytes.get(layout)
+        return self.largest(layout)[0]
+
+    def largest(self, layout: Layout) -> tuple[int, tuple[int, ...]]:
+        """(bytes, shape) of the largest local tensor."""
+        found = self._largest.get(layout)
         if found is None:
-            found = self._bytes[layout] = self.dtype.itemsize * self.spec(layout).local_numel()
+            shape = self.spec(layout).largest_shape()
+            found = self._largest[layout] = self.dtype.itemsize * prod(shape), shape
         return found
 
     def move(self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout) -> tuple[Layout, int, float]:
@@ -87,8 +93,9 @@ class Prices:
 
     def exchange_at_least(self, before: Layout, there: Prices, after: Layout) -> float:
         """Seconds that an exchange into a layout of ``there`` takes at least, known without looking at who holds what."""
-        arriving = there.nbytes(after)
-        missing = max(0, arriving - self.nbytes(before))
+        (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
+        # In no dim is there more in common than the shorter of the two has.
+        missing = arriving - self.dtype.itemsize * prod(map(min, mine, theirs))
         found = there._landings.get((after, missing))
         if found is None:
             cluster = self.cluster

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ..boxing import plan
 from ..sbp import Sbp
@@ -50,16 +51,18 @@ def choose(op: Op, outs: Sequence[Spec], keep: int | None = None, alike: bool = 
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(key=lambda s: sum(not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)))
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
-    best: tuple[tuple[float, int, float, int], Choice] | None = None
-    for signatures in itertools.product(*menu):
-        found = _choice(signatures, specs, outs)
+    best: tuple[tuple[float, int, float, int, int], Choice] | None = None
+    choices = [_choice(signatures, specs, outs) for signatures in itertools.product(*menu)]
+    # Those that move little first: what costs more than they do need not be priced to the end.
+    for number in sorted(range(len(choices)), key=lambda n: sum(a is not b for a, b in zip(choices[n].ins, specs, strict=True))):
+        found = choices[number]
         if keep is not None and (found.ins[keep] is not specs[keep] or found.outs[0].layout != specs[keep].layout):
             continue
         if alike and found.outs[0].layout != found.ins[0].layout:
             continue
-        price = _price(op, specs, found)
-        if best is None or price < best[0]:
-            best = price, found
+        price = _price(op, specs, found, best[0][0] if best else inf)
+        if price is not None and (best is None or (*price, number) < best[0]):
+            best = (*price, number), found
     return best[1] if best else None
 
 
@@ -93,8 +96,8 @@ def _choice(signatures: tuple[Signature, ...], specs: Sequence[Spec], outs: Sequ
     return Choice(ins, results, factors, signatures)
 
 
-def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, float, int]:
-    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands moved)."""
+def _price(op: Op, specs: Sequence[Spec], choice: Choice, most: float) -> tuple[float, int, float, int] | None:
+    """(seconds, axes on which the result lies as no operand did, seconds of traffic, operands moved); None where these are more than ``most`` seconds."""
     traffic, lost, moved = op.traffic(choice) if op.traffic else 0.0, 0.0, 0
     for src, dst in zip(specs, choice.ins, strict=True):
         if src is not dst:
@@ -104,6 +107,8 @@ def _price(op: Op, specs: Sequence[Spec], choice: Choice) -> tuple[float, int, f
                 traffic += route.seconds
             else:  # a free move gives something up: what it takes to win it back, once and not for each operand, is part of the price
                 lost = max(lost, plan(dst, src).seconds)
+            if round(traffic + lost, 12) > most:
+                return None
     for out in choice.outs:
         if any(e.kind == "partial" for e in out.layout):
             lost += plan(out, out.replicated()).seconds / 2

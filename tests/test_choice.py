@@ -1,0 +1,96 @@
+"""How an op's signature is chosen, and how a call is tried without its values."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from globaltensor.placement import Placement
+from globaltensor.rules import Arg, Op, rule_of
+from globaltensor.sbp import broadcast, partial_sum, split
+from globaltensor.spec import Spec
+from globaltensor.trial import on_meta, remembering
+
+CHOOSING = importlib.import_module("globaltensor.rules.choose")  # a function of that name stands before it
+MESH = Placement("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]])
+OPS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
+    "matmul": (torch.matmul, ((8, 16), (16, 24))),
+    "batched": (torch.matmul, ((4, 8, 16), (4, 16, 8))),
+    "add": (torch.add, ((8, 16), (8, 16))),
+    "scaled": (torch.mul, ((8, 16), (16,))),
+    "sum": (torch.sum, ((8, 16),)),
+    "transpose": (torch.t, ((8, 16),)),
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(sorted(OPS)), st.data())
+def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(name: str, data: st.DataObject) -> None:
+    func, shapes = OPS[name]
+    layouts = [[data.draw(st.sampled_from([broadcast, partial_sum, *map(split, range(len(shape)))])) for _ in MESH.shape] for shape in shapes]
+    specs = [Spec.make(shape, torch.float32, MESH, layout) for shape, layout in zip(shapes, layouts, strict=True)]
+    op, rule = Op([Arg(i, s) for i, s in enumerate(specs)], function=func), rule_of(func, {})
+    assert rule is not None
+    rule.describe(op, *op.args)
+    outs = [Spec.make(func(*(torch.empty(shape, device="meta") for shape in shapes)).shape, torch.float32, MESH, [broadcast] * 2)]
+    op.out = op.out or [(None,) * outs[0].ndim]
+    found = CHOOSING.choose(op, outs)
+    if not CHOOSING._price(op, specs, found, inf)[-1] and all(s in op.signatures(a) for a, s in enumerate(found.signatures)):
+        return  # the operands fit it as they lie: others are not priced
+    every = [CHOOSING._choice(signatures, specs, outs) for signatures in itertools.product(*(list(op.signatures(a)) for a in range(2)))]
+    assert found == min(every, key=lambda choice: CHOOSING._price(op, specs, choice, inf))
+
+
+def test_pricing_ends_where_it_costs_too_much() -> None:
+    specs = [Spec.make((8, 16), torch.float32, MESH, [partial_sum, broadcast]), Spec.make((16, 24), torch.float32, MESH, [split(1), broadcast])]
+    op, rule = Op([Arg(i, s) for i, s in enumerate(specs)], function=torch.matmul), rule_of(torch.matmul, {})
+    assert rule is not None
+    rule.describe(op, *op.args)
+    outs = [Spec.make((8, 24), torch.float32, MESH, [broadcast] * 2)]
+    whole = CHOOSING._choice((next(s for s in op.signatures(0) if s.factor is None),) * 2, specs, outs)
+    seconds = CHOOSING._price(op, specs, whole, inf)[0]
+    assert seconds > 0
+    assert CHOOSING._price(op, specs, whole, seconds)[0] == seconds
+    assert CHOOSING._price(op, specs, whole, seconds / 2) is None
+
+
+class Counted:
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func, self.calls = func, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.func(*args, **kwargs)
+
+
+def test_calls_are_tried_once_for_the_same_shapes_and_arguments() -> None:
+    add, spec = Counted(torch.add), Spec.make((4, 4), torch.int32, MESH, [broadcast, broadcast])
+    lies = spec.replace(layout=[split(0), split(1)])
+    x = torch.empty(4, 4, dtype=torch.int32)
+
+    def asked(spec: Spec, *more: Any, **kwargs: Any) -> tuple[Any, Any]:
+        found = on_meta(add, [spec], (x, *more), kwargs)[0]
+        assert found is not None
+        return tuple(found[0].shape), found[0].dtype
+
+    with remembering({}):
+        assert asked(spec, 1) == asked(lies, 1) == ((4, 4), torch.int32)
+        assert add.calls == 1
+        assert asked(spec, 1.0) == ((4, 4), torch.float32)  # equal to 1, and another argument
+        assert asked(spec, 1, alpha=2) == ((4, 4), torch.int32)
+        assert asked(spec.replace(shape=(2, 4)), 1) == ((2, 4), torch.int32)
+        assert add.calls == 4
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                on_meta(add, [spec, spec.replace(shape=(3, 3))], (x, torch.empty(3, 3)), {})
+    before = add.calls
+    assert asked(spec, 1) == asked(spec, 1) == ((4, 4), torch.int32)
+    assert add.calls == before + 2
