@@ -371,6 +371,11 @@ def test_a_problem_refuses_what_contradicts_itself() -> None:
     ):
         with pytest.raises(ProblemError, match=words):
             wrong()
+    shared = np.array([1.0, math.inf])  # fine as costs, of any number of nodes, and no amounts of memory
+    problem.node(shared)
+    problem.node(shared)
+    with pytest.raises(ProblemError, match="finite"):
+        problem.node(shared, [((0, 1), shared)])
     other = problem.node([1, 2, 3])
     with pytest.raises(ProblemError, match="2 x 3"):
         problem.edge(0, other, [[1, 2], [3, 4]])

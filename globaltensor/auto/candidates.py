@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,11 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.forward)
 
+    @cached_property
+    def free(self) -> bool:
+        """Whether it takes no time, as views do."""
+        return not self.forward.any()
+
 
 class Menu:
     """Candidates on one mesh; calls that are alike share them."""
@@ -51,6 +56,7 @@ class Menu:
     def __init__(self, prices: Prices, training: bool) -> None:
         self.prices, self.training = prices, training
         self._found: dict[Hashable, Candidates] = {}
+        self._states: dict[Hashable, list[Layout]] = {}
 
     def of(self, call: Call, values: Sequence[Value]) -> Candidates:
         key = call.key if call.key is not None else call.number
@@ -61,12 +67,13 @@ class Menu:
 
     def states(self, value: Value, stored: bool) -> list[Layout]:
         """How something given may lie: whole, or split along any dim that gives each rank a part; what is no parameter or input, whole."""
-        mesh = self.prices.mesh
-        menus = []
-        for size in mesh.shape:
-            dims = [split(d) for d, n in enumerate(value.shape) if n >= size > 1] if stored else []
-            menus.append([broadcast, *dims])
-        return [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
+        key = value.shape, stored
+        found = self._states.get(key)
+        if found is None:
+            mesh = self.prices.mesh
+            menus = [[broadcast, *(split(d) for d, n in enumerate(value.shape) if stored and n >= size > 1)] for size in mesh.shape]
+            found = self._states[key] = [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
+        return found
 
     def _on_axis(self, call: Call, values: Sequence[Value], size: int) -> list[Signature]:
         key = call.key, size

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Use = tuple[tuple[int, int] | None, Array]  # from when to when (None: always), and bytes by strategy
 Pair = tuple[Layout, Layout | None]  # how a value is made, or given, and how it is kept as well
 _PATIENCE = 120.0  # seconds for finding out how little memory would do
+
+
+class _Ends(NamedTuple):
+    """Of pairs: the two layouts of each; those that there are of either, once; and which of these the pairs have (-1: none)."""
+
+    first: list[Layout]
+    second: list[Layout | None]
+    made: list[Layout]
+    kept: list[Layout]
+    of_made: Array
+    of_kept: Array
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,12 @@ class Options:
 
 
 class Known:
-    """What formulations of the same calls on the same mesh share: candidates of calls, and tables of prices."""
+    """What formulations of the same calls on the same mesh share: candidates of calls, and tables of prices, with the lists that they are of."""
 
     def __init__(self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0, gathered: int = 0) -> None:
         self.prices = Prices(cluster, mesh, bucket, gathered)
         self.menu = Menu(self.prices, training)
-        self.tables: dict[Any, Array] = {}
+        self.tables: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
 
 @dataclass
@@ -183,10 +194,8 @@ class _Builder:
     # Nodes
 
     def _given(self, value: Value) -> None:
-        made = self.menu.states(value, value.state != "buffer")
         fixed = self.options.fixed.get(value.path or value.name)
-        if fixed:
-            made = list(fixed)
+        made = self._once(("fixed", fixed), (), lambda: list(fixed)) if fixed else self.menu.states(value, value.state != "buffer")
         takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
         pairs = self._pairs(value, made, takers)
         usage: list[Use] = []
@@ -195,10 +204,11 @@ class _Builder:
             pairs, apart = self._grown(value, made, pairs, takers)
             usage, kept = self._copied(value, pairs, apart, takers)
         costs = self._kept_cost(value, pairs)
-        size = self._bytes(value, [p[0] for p in pairs])
+        size = self._bytes(value, self._ends(pairs).first)
         if value.state == "parameter" and self.calls.training and value.grad:
-            usage.append((None, size * (2 + self.options.states)))
-            costs = costs + np.array([updating(self.prices.cluster, b, self.options, value.dtype) for b in size])
+            usage.append((None, self._once(("states", self.options.states), (size,), lambda: size * (2 + self.options.states))))
+            key = "updating", value.dtype, self.options.states
+            costs = self._once(key, (costs, size), lambda: costs + np.array([updating(self.prices.cluster, b, self.options, value.dtype) for b in size]))
         else:
             usage.append((None, size))
         self._add(value, pairs, costs, usage)
@@ -207,10 +217,10 @@ class _Builder:
 
     def _call(self, number: int) -> None:
         call, found = self.calls.calls[number], self.candidates[number]
-        costs = self.options.computation * (found.forward + self.back * found.backward) + np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
+        costs = self._once(("costs", self.options.computation, self.back), (found,), lambda: self._costs(found))
         usage: list[Use] = []
         if call.extra and self.calls.training:
-            usage.append((self._kept(number), found.share * call.extra))
+            usage.append((self._kept(number), self._once(("extra", call.extra), (found,), lambda: found.share * call.extra)))
         for k, v in enumerate(call.outs):
             value = self.calls.values[v]
             if v in self.calls.outputs:
@@ -223,11 +233,16 @@ class _Builder:
                 usage.append((self._kept(number), self._bytes(value, found.ins[k])))
         self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
 
+    def _costs(self, found: Candidates) -> Array:
+        own = np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
+        return np.asarray(self.options.computation * (found.forward + self.back * found.backward) + own)
+
     def _held(self, value: Value, takers: Sequence[int]) -> None:
-        made = list(dict.fromkeys(self._made(value)))
-        pairs = self._pairs(value, made, takers)
-        usage = self._usage(value, [p[0] for p in pairs])
-        copies = self._bytes(value, [c for _, c in pairs])
+        given = self._made(value)
+        pairs = self._pairs(value, self._once("different", (given,), lambda: list(dict.fromkeys(given))), takers)
+        ends = self._ends(pairs)
+        usage = self._usage(value, ends.first)
+        copies = self._bytes(value, ends.second)
         if copies.any():
             usage.append(((value.maker, self._last(value) + 1) if not (value.saved and self.calls.training) else self._kept(value.maker), copies))
         self._add(value, pairs, self._kept_cost(value, pairs), usage)
@@ -252,8 +267,7 @@ class _Builder:
 
     def _alias(self, value: Value) -> bool:
         """Whether it shares the memory of the operand it was made of."""
-        call = self.calls.calls[value.maker]
-        return call.inplace or not self.candidates[value.maker].forward.any()
+        return self.calls.calls[value.maker].inplace or self.candidates[value.maker].free
 
     def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[Use]:
         """What a computed value takes: until its last use; kept for backward; and its gradient there."""
@@ -270,19 +284,17 @@ class _Builder:
 
     def _bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
         """Bytes of the largest part in each of these layouts; None is nothing."""
+        return self._once(("bytes", value.shape, value.dtype.itemsize), (layouts,), lambda: self._sized(value, layouts))  # type: ignore[no-any-return]
 
-        def make() -> Array:
-            sizes = {x: 0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x) for x in dict.fromkeys(layouts)}
-            return np.array([sizes[x] for x in layouts], dtype=float)
-
-        return self._once(("bytes", value.shape, value.dtype.itemsize, tuple(layouts)), make)
+    def _sized(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
+        return np.array([0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x) for x in layouts], dtype=float)
 
     # What is gathered of parameters
 
     def _more(self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]) -> Array:
         """Whether ``dst`` is more than a rank has in ``src``: it is a copy then, of which memory is kept account."""
         whole = np.array([not any(e.is_partial for e in y) for y in dst], dtype=bool)
-        return np.asarray((self._bytes(value, dst)[None, :] > self._bytes(value, src)[:, None]) & whole[None, :])
+        return np.asarray((self._sized(value, dst)[None, :] > self._sized(value, src)[:, None]) & whole[None, :])
 
     def _grown(self, value: Value, made: Sequence[Layout], pairs: list[Pair], takers: Sequence[int]) -> tuple[list[Pair], tuple[bool, ...]]:
         """The strategies of a parameter: those of ``pairs``, each copy that a call may want, and, where several calls may, that each has its own; with whether
@@ -302,42 +314,49 @@ class _Builder:
             found = list(dict.fromkeys([*pairs, *((x, y) for x, those in copies.items() for y in those)]))
             return [*found, *((x, None) for x in several)], (False,) * len(found) + (True,) * len(several)
 
-        key = "grown", value.shape, value.dtype.itemsize, id(pairs), tuple(map(id, wanted)), self.options.collect
-        return self._once(key, make)  # type: ignore[no-any-return]
+        return self._once(("grown", value.shape, value.dtype.itemsize, self.options.collect), (made, pairs, *wanted), make)  # type: ignore[no-any-return]
 
     def _copied(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]) -> tuple[list[Use], Array]:
         """What copies of a parameter take, and how much of it autograd keeps: from the first use to its backward, or about each use. Where calls have their own
         copies, as much as these are at most."""
-        size, noted = self._once(("copies", id(pairs), value.saved, self.options.freed), lambda: self._sizes(value, pairs, apart, takers))
+        wanted = [self._wanted(value, t) for t in takers]
+        key = "copies", value.shape, value.dtype.itemsize, value.saved, self.options.freed
+        size, noted = self._once(key, (pairs, *wanted), lambda: self._sizes(value, pairs, apart, wanted))
         if not size.any():
             return [], size
         first, last = min(takers), max(takers)
         if not self.calls.training:
             return [((first, last + 1), size)], np.zeros(len(pairs))
-        kept = np.where(noted | (not value.saved), 0.0, size)
-        there, back = (first, last + 1), (2 * self.end - last - 1, 2 * self.end - first)
-        usage: list[Use] = [(self._kept(first), kept), (there, size - kept)]
-        # In backward it is there again, if it is let go of, and its gradient is until it has been scattered.
-        usage.append((back, (size - kept) * value.saved + size * value.grad))
-        return [(span, amounts) for span, amounts in usage if amounts.any()], kept
 
-    def _sizes(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]) -> tuple[Array, Array]:
+        def make() -> tuple[Array, Array, Array]:
+            kept = np.where(noted | (not value.saved), 0.0, size)
+            # In backward it is there again, if it is let go of, and its gradient is until it has been scattered.
+            return kept, size - kept, (size - kept) * value.saved + size * value.grad
+
+        kept, passing, again = self._once(("amounts", value.saved, value.grad), (size, noted), make)
+        spans = self._kept(first), (first, last + 1), (2 * self.end - last - 1, 2 * self.end - first)
+        return [(span, amounts) for span, amounts in zip(spans, (kept, passing, again), strict=True) if amounts.any()], kept
+
+    def _sizes(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], wanted: Sequence[Sequence[Layout]]) -> tuple[Array, Array]:
         """(bytes of copies, whether autograd keeps but a note of them) by strategy."""
-        most = np.zeros(len(pairs))
+        ends, most, grown = self._ends(pairs), np.zeros(len(pairs)), np.zeros(len(pairs), dtype=bool)
         if any(apart):
-            for t in takers:
-                wanted = list(dict.fromkeys(self._wanted(value, t)))
-                most = most + (self._more(value, [x for x, _ in pairs], wanted) * self._bytes(value, wanted)[None, :]).max(1)
-        grown = np.array([y is not None and bool(self._more(value, [x], [y])[0, 0]) for x, y in pairs])
+            for those in wanted:
+                different = list(dict.fromkeys(those))
+                most = most + (self._more(value, ends.first, different) * self._sized(value, different)[None, :]).max(1)
+        if ends.kept:
+            grown = (ends.of_kept >= 0) & self._more(value, ends.made, ends.kept)[ends.of_made, ends.of_kept]
         noted = np.array([y is not None and _twice(self.calls, self.options, value, x, y) for x, y in pairs])
-        return np.where(apart, most, grown * self._bytes(value, [y for _, y in pairs])), noted
+        return np.where(apart, most, grown * self._bytes(value, ends.second)), noted
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What other values and formulations have needed too."""
+    def _once(self, key: Any, lists: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What other values and formulations have needed too, of these very lists: calls that are alike share theirs, so that nobody looks into them. They are
+        kept, for an identity must not pass on to another."""
+        key = key, *map(id, lists)
         found = self.tables.get(key)
         if found is None:
-            found = self.tables[key] = make()
-        return found
+            found = self.tables[key] = lists, make()
+        return found[1]
 
     # Changes of layout
 
@@ -359,13 +378,22 @@ class _Builder:
             several = [x for x in dict.fromkeys(itertools.chain(*wanted)) if sum(x in w for w in sets) > 1 and not any(e.is_partial for e in x)]
             return alone + [(x, y) for x in made for y in several if x != y]
 
-        return self._once(("pairs", tuple(made), tuple(map(id, wanted))), make)  # type: ignore[no-any-return]
+        return self._once("pairs", (made, *wanted), make)  # type: ignore[no-any-return]
+
+    def _ends(self, pairs: Sequence[Pair]) -> _Ends:
+        def make() -> _Ends:
+            first, second = [x for x, _ in pairs], [y for _, y in pairs]
+            made, kept = ({x: i for i, x in enumerate(dict.fromkeys(those))} for those in (first, (y for y in second if y is not None)))
+            of_kept = np.array([-1 if y is None else kept[y] for y in second], dtype=np.int64)
+            return _Ends(first, second, list(made), list(kept), np.array([made[x] for x in first], dtype=np.int64), of_kept)
+
+        return self._once("ends", (pairs,), make)  # type: ignore[no-any-return]
 
     def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
         freed = self.options.freed and value.saved
-        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", tuple(layouts), tuple(wanted), self.seen, self.options.wait, freed
-        return self._once(key, lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
+        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.options.wait, freed
+        return self._once(key, (layouts, wanted), lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         graded = self.calls.training and value.grad
@@ -379,13 +407,11 @@ class _Builder:
         return self._onwards(value, layouts, wanted)
 
     def _kept_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
-        made = list(dict.fromkeys(x for x, _ in pairs))
-        kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
-        if not kept:
-            return np.zeros(len(pairs))
-        table = self._change(value, made, kept)
-        rows, columns = {x: i for i, x in enumerate(made)}, {y: i for i, y in enumerate(kept)}
-        return self._once(("kept", id(table), id(pairs)), lambda: np.array([0.0 if y is None else table[rows[x], columns[y]] for x, y in pairs]))
+        ends = self._ends(pairs)
+        if not ends.kept:
+            return self._once("nothing", (pairs,), lambda: np.zeros(len(pairs)))  # type: ignore[no-any-return]
+        table = self._change(value, ends.made, ends.kept)
+        return self._once("kept", (table, pairs), lambda: np.where(ends.of_kept < 0, 0.0, table[ends.of_made, ends.of_kept]))  # type: ignore[no-any-return]
 
     def _edges(self, value: Value) -> None:
         node = self.node_of_value.get(value.number)
@@ -398,35 +424,32 @@ class _Builder:
         pairs = self.layouts[node]
         if value.maker >= 0:
             made = self._made(value)
-            self.problem.edge(self.node_of_call[value.maker], node, self._same(tuple(made), tuple(pairs)))
+            same = self._once("same", (made, pairs), lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]))
+            self.problem.edge(self.node_of_call[value.maker], node, same)
         for taker in takers:
-            self.problem.edge(node, self.node_of_call[taker], self._taken(value, tuple(pairs), self._wanted(value, taker), self.apart.get(node, ())))
+            self.problem.edge(node, self.node_of_call[taker], self._taken(value, pairs, self._wanted(value, taker), self.apart.get(node, ())))
 
-    def _same(self, made: tuple[Layout, ...], pairs: tuple[Pair, ...]) -> Array:
-        return self._once(("same", made, pairs), lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]))  # type: ignore[no-any-return]
+    def _taken(self, value: Value, pairs: Sequence[Pair], wanted: Sequence[Layout], apart: tuple[bool, ...]) -> Array:
+        """``apart``: of a parameter's pairs, whether calls have their own copies; else what is more than is kept is the second layout. Programs make no other
+        from it: who wants another has it from the first."""
 
-    def _taken(self, value: Value, pairs: tuple[Pair, ...], wanted: Sequence[Layout], apart: tuple[bool, ...]) -> Array:
-        """``apart``: of a parameter, whether calls have their own copies; else what is more than is kept is the second layout. Programs make no other from it:
-        who wants another has it from the first."""
-        freed = self.options.freed and value.saved
-        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", pairs, tuple(wanted), self.seen, self.options.wait, freed, apart
-        found = self.tables.get(key)
-        if found is None:
-            made = list(dict.fromkeys(x for x, _ in pairs))
-            first = self._change(value, made, wanted)[[made.index(x) for x, _ in pairs]]
+        def make() -> Array:
+            ends = self._ends(pairs)
+            first = self._change(value, ends.made, wanted)[ends.of_made]
             if apart:
-                first = np.where(self._more(value, [x for x, _ in pairs], wanted) & ~np.array(apart)[:, None], np.inf, first)
-            kept = list(dict.fromkeys(y for _, y in pairs if y is not None))
-            if kept:
+                first = np.where(self._more(value, ends.first, wanted) & ~np.array(apart)[:, None], np.inf, first)
+            if ends.kept:
                 # What becomes of its gradient on the way to the second layout is paid where the two meet.
                 if value.state == "parameter":
-                    second = np.array([[0.0 if x == y else np.inf for x in wanted] for y in kept])
+                    second = np.array([[0.0 if x == y else np.inf for x in wanted] for y in ends.kept])
                 else:
-                    second = self._onwards(value, kept, wanted)
-                rows = np.array([-1 if y is None else kept.index(y) for _, y in pairs])
-                first = np.where((rows >= 0)[:, None], np.minimum(first, second[rows]), first)
-            found = self.tables[key] = first
-        return found
+                    second = self._onwards(value, ends.kept, wanted)
+                first = np.where((ends.of_kept >= 0)[:, None], np.minimum(first, second[ends.of_kept]), first)
+            return first
+
+        freed = self.options.freed and value.saved
+        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.options.wait, freed
+        return self._once(key, (pairs, wanted), make)  # type: ignore[no-any-return]
 
     def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*kept, *wanted])

@@ -56,6 +56,9 @@ class Problem:
     tables: list[Array] = field(default_factory=list)
     names: list[str | None] = field(default_factory=list)
     labels: list[list[str] | None] = field(default_factory=list)
+    #: Arrays that have been looked through, by their identity: as numbers, and as amounts of memory. Many nodes and edges share theirs.
+    _sound: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
+    _amounts: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
 
     def node(
         self,
@@ -71,18 +74,21 @@ class Problem:
         Raises ProblemError where lengths differ, a node has no strategy, or a number is not one.
         """
         where = f"node {len(self.costs)}" + (f" ({name})" if name else "")
-        row = numbers(costs, f"the costs of {where}")
+        row = self._numbers(costs, "the costs of", where)
         if row.ndim != 1 or not len(row):
             raise ProblemError(f"{where} needs a flat list of at least one cost, one a strategy; it has shape {row.shape}")
         if labels is not None and len(labels) != len(row):
             raise ProblemError(f"{where} has {len(row)} costs and {len(labels)} labels: give one label a strategy")
         uses = []
         for interval, amounts in usage:
-            taken = numbers(amounts, f"the usage of {where}")
+            taken = self._numbers(amounts, "the usage of", where)
             if taken.shape != row.shape:
                 raise ProblemError(f"{where} has {len(row)} costs and usages of shape {taken.shape}: give one usage a strategy")
-            if not np.isfinite(taken).all() or (taken < 0).any():
-                raise ProblemError(f"the usage of {where} must be finite and at least 0; forbid a strategy by its cost")
+            if self._amounts.get(id(taken)) is not taken:
+                if not np.isfinite(taken).all() or (taken < 0).any():
+                    raise ProblemError(f"the usage of {where} must be finite and at least 0; forbid a strategy by its cost")
+                if taken is amounts:
+                    self._amounts[id(taken)] = taken
             start, end = interval or (None, None)
             uses.append(Usage(start, end, taken))
         self.costs.append(row)
@@ -101,11 +107,20 @@ class Problem:
                 raise ProblemError(f"edge ({i}, {j}): there is no node {end}; the nodes are 0 to {len(self.costs) - 1}")
         if i == j:
             raise ProblemError(f"edge ({i}, {j}) joins a node with itself: add it to the costs of the node")
-        costs = numbers(table, f"the table of edge ({i}, {j})")
+        costs = self._numbers(table, "the table of edge", (i, j))
         if costs.shape != (len(self.costs[i]), len(self.costs[j])):
             raise ProblemError(f"edge ({i}, {j}) needs a table of {len(self.costs[i])} x {len(self.costs[j])} costs, it has shape {costs.shape}")
         self.edges.append((i, j))
         self.tables.append(costs)
+
+    def _numbers(self, values: Any, what: str, where: Any) -> Array:
+        known = self._sound.get(id(values))
+        if known is not None and known is values:
+            return known
+        row = numbers(values, f"{what} {where}")
+        if row is values:
+            self._sound[id(row)] = row
+        return row
 
     @property
     def integral(self) -> bool:
