@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ from globaltensor.auto.simulated import Stage, step
 from globaltensor.auto.solver import solve
 from globaltensor.auto.stages import Cutting, Offers, divide, total
 from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.uncollected import uncollected
 from globaltensor.cluster import Cluster
 
 DGX = Cluster.preset("dgx-h100")
@@ -552,3 +554,21 @@ def test_a_large_transformer_on_512_devices() -> None:
     plan = everything(of, 1024, Cluster.preset("dgx-h100", nodes=64).with_size(512))
     assert plan.memory <= 79 << 30
     assert 0.6 * plan.seconds < plan.bound <= plan.cost
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+            with uncollected():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled() is on
+        with pytest.raises(PlanError), uncollected():
+            raise PlanError("nothing fits")
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if before else gc.disable)()

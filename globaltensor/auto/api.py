@@ -31,10 +31,12 @@ from .formulate import Options, formulate
 from .planned import Plan, PlanError
 from .search import Found, compare, data_parallel, search
 from .trace import calls_of_model, captured_calls
+from .uncollected import uncollected
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 
 
+@uncollected()
 def plan(
     model_or_graph: Any,
     example_inputs: Any,

@@ -31,6 +31,7 @@ from .segments import Chain, cut
 from .simulated import Simulation, step
 from .stages import Cutting, divide, least_memory
 from .told import told
+from .uncollected import uncollected
 from .work import work_of
 
 __all__ = ["Space", "everything"]
@@ -61,6 +62,7 @@ class Space:
     slack: float = 1.15
 
 
+@uncollected()
 def everything(
     calls_of: Callable[[int], Calls],
     batch: int,

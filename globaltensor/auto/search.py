@@ -19,6 +19,7 @@ from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
 from .solver import Larger, Solution, solve
+from .uncollected import uncollected
 
 __all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
 
@@ -41,6 +42,7 @@ _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
 _EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
 
 
+@uncollected()
 def search(
     calls: Calls,
     cluster: Cluster,
