@@ -139,6 +139,22 @@ class Recalling(Plan):
         return self.usual.run(func, args, kwargs) if given is kwargs else self.again(*args, **given)
 
 
+class Defaulted(Plan):
+    """For results of the default dtype, from operands that have none such (whole numbers by whole numbers): planned ``anew`` where another dtype has become the
+    default. The key does not know of it: every other call would pay for that."""
+
+    __slots__ = ("anew", "default", "planned")
+
+    def __init__(self, planned: Plan, anew: Callable[..., Plan]) -> None:
+        super().__init__()
+        self.planned, self.anew, self.default = planned, anew, torch.get_default_dtype()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() is not self.default:
+            self.planned, self.default = self.anew(func, args, kwargs), torch.get_default_dtype()
+        return self.planned.run(func, args, kwargs)
+
+
 class Answer(Plan):
     """The result is no tensor and follows from the specs alone."""
 

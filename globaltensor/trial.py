@@ -46,7 +46,7 @@ def on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dic
     if known is None or _torch.any_autocast():
         return _tried(func, specs, args, kwargs)
     try:
-        key = func, tuple((s.shape, s.dtype) for s in specs), _spelled(args), _spelled(kwargs)
+        key = func, tuple((s.shape, s.dtype) for s in specs), _spelled(args), _spelled(kwargs), torch.get_default_dtype()
         found = known.get(key)
     except TypeError:  # of what cannot be hashed
         return _tried(func, specs, args, kwargs)

@@ -62,6 +62,24 @@ def test_pricing_ends_where_it_costs_too_much() -> None:
     assert CHOOSING._price(op, specs, whole, seconds / 2) is None
 
 
+@pytest.mark.parametrize(
+    "func",
+    [lambda x: x / 2, torch.sqrt, lambda x: torch.where(x > 0, 1.0, 0.0), lambda x: x * 1j, lambda x: x.double() + 1, lambda x: torch.stack([x, x]) * 0.5],
+    ids=["quotient", "sqrt", "where", "complex", "told", "listed"],
+)
+def test_results_of_the_default_dtype_follow_it(func: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.arange(6)
+    lies = x.to_global(Placement("cpu", [0]), split(0))  # type: ignore[attr-defined]
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            found, wanted = func(lies), func(x)
+            assert found.dtype is found.to_local().dtype is wanted.dtype  # type: ignore[attr-defined]
+            assert torch.equal(found.to_local(), wanted)  # type: ignore[attr-defined]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Counted:
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func, self.calls = func, 0
