@@ -392,7 +392,7 @@ class _Builder:
     def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
         freed = self.options.freed and value.saved
-        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.options.wait, freed
+        key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.back, self.options.wait, freed
         return self._once(key, (layouts, wanted), lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
@@ -448,7 +448,7 @@ class _Builder:
             return first
 
         freed = self.options.freed and value.saved
-        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.options.wait, freed
+        key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.back, self.options.wait, freed
         return self._once(key, (pairs, wanted), make)  # type: ignore[no-any-return]
 
     def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
