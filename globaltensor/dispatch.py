@@ -20,7 +20,7 @@ from .distributed.world import sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
-from .plans import Answer, Boxed, Defaulted, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -141,8 +141,8 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
     """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
     found = _plan(func, args, kwargs)
-    if key is not None and _by_default(found, args, kwargs):
-        found = Defaulted(found, _plan)
+    if key is not None and plans.by_default(found, args, kwargs):
+        found = plans.Defaulted(found, _plan)
     if func in FORGOTTEN and kwargs.keys().isdisjoint(FORGOTTEN[func]):
         found = Recalling(found, lambda *a, **k: call(GlobalTensor, func, (), a, k))
     if key is not None:
@@ -150,16 +150,6 @@ def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[
             _cache.plans.clear()
         _cache.plans[tuple(key)] = found
     return found
-
-
-def _by_default(found: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a result may have the default dtype: it has one for broken numbers, and no operand does."""
-    outs = getattr(found, "outs", None) or [found.out]
-    return any(o is not None and _broken(o.dtype) for o in outs) and not any(_broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, [])))
-
-
-def _broken(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 GlobalTensor.__torch_function__ = classmethod(call)  # type: ignore[assignment]

@@ -155,6 +155,16 @@ class Defaulted(Plan):
         return self.planned.run(func, args, kwargs)
 
 
+def by_default(found: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a plan's result may have the default dtype: it has one for broken numbers, and no operand does."""
+    outs = getattr(found, "outs", None) or [found.out]
+    return any(o is not None and _broken(o.dtype) for o in outs) and not any(_broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, [])))
+
+
+def _broken(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class Answer(Plan):
     """The result is no tensor and follows from the specs alone."""
 
