@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "h
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Use = tuple[tuple[int, int] | None, Array]  # from when to when (None: always), and bytes by strategy
+_T = TypeVar("_T")
 Pair = tuple[Layout, Layout | None]  # how a value is made, or given, and how it is kept as well
 _PATIENCE = 120.0  # seconds for finding out how little memory would do
 
@@ -284,7 +285,7 @@ class _Builder:
 
     def _bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
         """Bytes of the largest part in each of these layouts; None is nothing."""
-        return self._once(("bytes", value.shape, value.dtype.itemsize), (layouts,), lambda: self._sized(value, layouts))  # type: ignore[no-any-return]
+        return self._once(("bytes", value.shape, value.dtype.itemsize), (layouts,), lambda: self._sized(value, layouts))
 
     def _sized(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
         return np.array([0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x) for x in layouts], dtype=float)
@@ -314,7 +315,7 @@ class _Builder:
             found = list(dict.fromkeys([*pairs, *((x, y) for x, those in copies.items() for y in those)]))
             return [*found, *((x, None) for x in several)], (False,) * len(found) + (True,) * len(several)
 
-        return self._once(("grown", value.shape, value.dtype.itemsize, self.options.collect), (made, pairs, *wanted), make)  # type: ignore[no-any-return]
+        return self._once(("grown", value.shape, value.dtype.itemsize, self.options.collect), (made, pairs, *wanted), make)
 
     def _copied(self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]) -> tuple[list[Use], Array]:
         """What copies of a parameter take, and how much of it autograd keeps: from the first use to its backward, or about each use. Where calls have their own
@@ -349,14 +350,15 @@ class _Builder:
         noted = np.array([y is not None and _twice(self.calls, self.options, value, x, y) for x, y in pairs])
         return np.where(apart, most, grown * self._bytes(value, ends.second)), noted
 
-    def _once(self, key: Any, lists: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _once(self, key: Any, lists: tuple[Any, ...], make: Callable[[], _T]) -> _T:
         """What other values and formulations have needed too, of these very lists: calls that are alike share theirs, so that nobody looks into them. They are
         kept, for an identity must not pass on to another."""
         key = key, *map(id, lists)
         found = self.tables.get(key)
         if found is None:
             found = self.tables[key] = lists, make()
-        return found[1]
+        made: _T = found[1]
+        return made
 
     # Changes of layout
 
@@ -378,7 +380,7 @@ class _Builder:
             several = [x for x in dict.fromkeys(itertools.chain(*wanted)) if sum(x in w for w in sets) > 1 and not any(e.is_partial for e in x)]
             return alone + [(x, y) for x in made for y in several if x != y]
 
-        return self._once("pairs", (made, *wanted), make)  # type: ignore[no-any-return]
+        return self._once("pairs", (made, *wanted), make)
 
     def _ends(self, pairs: Sequence[Pair]) -> _Ends:
         def make() -> _Ends:
@@ -387,13 +389,13 @@ class _Builder:
             of_kept = np.array([-1 if y is None else kept[y] for y in second], dtype=np.int64)
             return _Ends(first, second, list(made), list(kept), np.array([made[x] for x in first], dtype=np.int64), of_kept)
 
-        return self._once("ends", (pairs,), make)  # type: ignore[no-any-return]
+        return self._once("ends", (pairs,), make)
 
     def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         """Seconds from each of ``layouts`` to each of ``wanted`` and, for the gradient, back."""
         freed = self.options.freed and value.saved
         key = "change", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.back, self.options.wait, freed
-        return self._once(key, (layouts, wanted), lambda: self._priced(value, list(layouts), list(wanted)))  # type: ignore[no-any-return]
+        return self._once(key, (layouts, wanted), lambda: self._priced(value, list(layouts), list(wanted)))
 
     def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         graded = self.calls.training and value.grad
@@ -409,9 +411,9 @@ class _Builder:
     def _kept_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
         ends = self._ends(pairs)
         if not ends.kept:
-            return self._once("nothing", (pairs,), lambda: np.zeros(len(pairs)))  # type: ignore[no-any-return]
+            return self._once("nothing", (pairs,), lambda: np.zeros(len(pairs)))
         table = self._change(value, ends.made, ends.kept)
-        return self._once("kept", (table, pairs), lambda: np.where(ends.of_kept < 0, 0.0, table[ends.of_made, ends.of_kept]))  # type: ignore[no-any-return]
+        return self._once("kept", (table, pairs), lambda: np.where(ends.of_kept < 0, 0.0, table[ends.of_made, ends.of_kept]))
 
     def _edges(self, value: Value) -> None:
         node = self.node_of_value.get(value.number)
@@ -449,7 +451,7 @@ class _Builder:
 
         freed = self.options.freed and value.saved
         key = "taken", value.shape, value.dtype, value.grad, value.state == "parameter", self.seen, self.back, self.options.wait, freed
-        return self._once(key, (pairs, wanted), make)  # type: ignore[no-any-return]
+        return self._once(key, (pairs, wanted), make)
 
     def _onwards(self, value: Value, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*kept, *wanted])
