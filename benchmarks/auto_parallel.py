@@ -17,7 +17,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,17 +35,19 @@ from globaltensor.auto.formulate import formulate
 from globaltensor.auto.prices import Prices
 from globaltensor.auto.reading import read_plan
 from globaltensor.auto.search import Found, data_parallel, told_by
-from globaltensor.auto.solver import Solution, solve
+from globaltensor.auto.solver import solve
 from globaltensor.auto.whole import shaken
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.world import world
 from globaltensor.profiling import profile
 
+T = TypeVar("T")
 B, S = flow.sbp.broadcast, flow.sbp.split
 YARDSTICK = "yardstick"
 CALIBRATED = 120.0  # seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than usual or quicker
 GRAPHS = 8  # in which each plan is run
 TOGETHER = 7  # graphs that are there at a time
+NEAR, AGAIN = 1.1, 2 * GRAPHS  # of the best measured: plans that take at most so much of its time are run in as many graphs more, as regret is of these
 POLISHED = 50  # times that contenders and rounds are told apart
 
 # ---------------------------------------------------------------- models
@@ -131,10 +133,10 @@ def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, state
     return Found(read_plan(by, best), by, best.choice)
 
 
-def agreed(found: Solution) -> Solution:
-    """Rank 0's: where time runs out they may differ."""
+def agreed(found: T) -> T:
+    """Rank 0's: where time runs out, or is measured, they may differ."""
     here = world()
-    return here.comm(tuple(range(here.size))).all_gather_object(found)[0]
+    return here.comm(tuple(range(here.size))).all_gather_object(found)[0]  # type: ignore[no-any-return]
 
 
 def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
@@ -239,15 +241,17 @@ def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[lis
 
     Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is
     run as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training
-    has one: so a few are there at a time, each time others."""
-    runs, tried = 2 if quick else GRAPHS, _Tried({}, {}, {}, {}, [])
+    has one: so a few are there at a time, each time others. The least of many times is one that happened to be little: those near it are run in more."""
+    runs, more, tried = 2 if quick else GRAPHS, 1 if quick else AGAIN, _Tried({}, {}, {}, {}, [])
     groups: list[dict[str, list[float]]] = []
-    for run in range(runs):
-        names = [way.name for way in ways(quick, lambda: None) if tried.same.get(way.name, way.name) == way.name]
-        if run:
-            names = [names[i] for i in np.random.default_rng(run).permutation(len(names))]
-        for first in range(0, len(names), TOGETHER):
-            groups.append(_graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, names[first : first + TOGETHER], tried))
+    names = [way.name for way in ways(quick, lambda: None)]
+    for run in range(runs + more):
+        names = [name for name in names if tried.same.get(name, name) == name]
+        if run == runs:
+            names = near_the_best(at_one_pace(agreed(groups)))
+        turn = [names[i] for i in np.random.default_rng(run).permutation(len(names))] if run else names
+        for first in range(0, len(turn), TOGETHER):
+            groups.append(_graphs_in_turn(case, rounds if quick else math.ceil(rounds / runs), quick, turn[first : first + TOGETHER], tried))
     seconds, median = at_one_pace(groups), statistics.median
 
     def over(name: str, part: slice) -> float:
@@ -323,6 +327,12 @@ def at_one_pace(groups: list[dict[str, list[float]]]) -> dict[str, list[list[flo
         for name, times in seconds.items():
             found.setdefault(name, []).append([took / math.exp(pace[i, k] - middle) for k, took in enumerate(times)])
     return found
+
+
+def near_the_best(seconds: dict[str, list[list[float]]]) -> list[str]:
+    """Contenders that took at most NEAR of the time that the quickest took, in medians of their graphs' medians."""
+    took = {name: statistics.median(map(statistics.median, found)) for name, found in seconds.items() if name != YARDSTICK}
+    return [name for name, each in took.items() if each <= NEAR * min(took.values())]
 
 
 def ranks_of(values: list[float]) -> Any:

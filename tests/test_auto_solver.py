@@ -514,6 +514,12 @@ def test_a_benchmarks_contenders_and_the_pace_of_its_rounds_are_told_apart(monke
     assert abs(np.median(paces) - 1) < 0.15
 
 
+def test_a_benchmark_runs_plans_near_the_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = plans_benchmark(monkeypatch)
+    quick = {"a": [[1.2, 1.0], [0.9]], "b": [[1.0], [1.09]], "far": [[1.2], [1.16]], script.YARDSTICK: [[0.1], [0.1]]}
+    assert script.near_the_best(quick) == ["a", "b"]
+
+
 def grid(side: int, size: int, seed: int) -> Problem:
     """Too wide to eliminate with small tables, with memory that binds."""
     draw = random.Random(seed)
