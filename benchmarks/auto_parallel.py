@@ -47,7 +47,7 @@ YARDSTICK = "yardstick"
 CALIBRATED = 120.0  # seconds: of thirty, steps have ten, in which a machine that others use may be a tenth slower than usual or quicker
 GRAPHS = 8  # in which each plan is run
 TOGETHER = 7  # graphs that are there at a time
-NEAR, AGAIN = 1.1, 2 * GRAPHS  # of the best measured: plans that take at most so much of its time are run in as many graphs more, as regret is of these
+NEAR, AGAIN = 1.1, 2 * GRAPHS  # plans that take at most NEAR of the best one's time, of which regret is told, are run in AGAIN graphs more
 POLISHED = 50  # times that contenders and rounds are told apart
 
 # ---------------------------------------------------------------- models
@@ -136,7 +136,8 @@ def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, state
 def agreed(found: T) -> T:
     """Rank 0's: where time runs out, or is measured, they may differ."""
     here = world()
-    return here.comm(tuple(range(here.size))).all_gather_object(found)[0]  # type: ignore[no-any-return]
+    all_: list[T] = here.comm(tuple(range(here.size))).all_gather_object(found)
+    return all_[0]
 
 
 def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
