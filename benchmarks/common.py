@@ -27,7 +27,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # the example's model; tests/support: instruments
-#: Seconds after which a benchmark's processes are ended, whatever they do: twice what the longest takes, auto_parallel.py for four ranks on two cores.
+#: Seconds after which a benchmark's processes are ended, whatever they do: about twice what the longest takes, auto_parallel.py for four ranks on two cores.
 LIMIT = 5400.0
 QUICK_ROUNDS = 3
 #: Seconds that a contender is timed for at least: of steps of some milliseconds fifteen rounds are over before the machine has been through its moods.
