@@ -206,6 +206,11 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[no-any-return]
 
 
+#: Exchange what two tensor objects are in C++. With an assignment to ``__class__`` a plain parameter becomes a global one and stays the same object. The public
+#: torch.utils.swap_tensors does both, but refuses where anybody has a weak reference to either, as optimizers, averages of weights and recurrent layers do.
+swap_impl = torch._C._swap_tensor_impl
+
+
 def wrap_module_identity(around: Any) -> None:
     """Let ``around(apply, *tensors)`` stand for the identity that torch puts around a module with full backward hooks.
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import hooks, reducer, sharded
+from . import _torch, hooks, reducer, sharded
 from .boxing import box
-from .errors import InplaceError, SbpError
+from .errors import GlobalTensorError, InplaceError, SbpError
 from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
 from .sbp import broadcast, partial_sum
@@ -18,7 +18,7 @@ from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = ["become_global", "become_plain", "check_can_become", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
@@ -75,11 +75,82 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
     """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
     kept, old = leaf.requires_grad, leaf._local
+    _refuse_older_graphs(old)
     leaf._local, leaf._spec, leaf._leaf = local, spec, None
     leaf.__dict__.pop("_kept_grad", None)
     if kept:
         set_requires_grad(leaf, True)
         hooks.carry(leaf, old)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the same object, global or plain
+
+#: Where a global tensor without slots keeps what makes it one.
+_FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_order")
+
+
+def check_can_become(what: str, tensor: torch.Tensor) -> None:
+    """Raise GlobalTensorError if a plain tensor cannot become a global one and stay the same object, because its class has slots of its own."""
+    kind = type(tensor)
+    if kind.__basicsize__ != torch.Tensor.__basicsize__:
+        raise GlobalTensorError(
+            f"{what} is a {kind.__name__}, whose class has slots of its own: it cannot become a global tensor and stay the same object, which optimizers and "
+            "other references hold. Make it an ordinary torch.nn.Parameter or tensor first"
+        )
+
+
+def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None) -> None:
+    """Let a plain tensor, from now on the same object, be the global tensor ``value``; a parameter stays one, with its hooks and with ``grad`` as its gradient.
+
+    So optimizers, averages of weights and whoever else has a reference hold what is trained. A graph that was recorded before refuses to go backward: its
+    gradient would reach nobody.
+    """
+    trains, parameter = plain.requires_grad and plain.is_leaf, isinstance(plain, torch.nn.Parameter)
+    _refuse_older_graphs(plain)
+    before, after = plain._backward_hooks, plain._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    shell = _torch.make_wrapper(GlobalTensor, value.shape, dtype=value.dtype, device=value._local.device)
+    plain.__class__ = GlobalTensor  # type: ignore[assignment]
+    _torch.swap_impl(plain, shell)
+    out: Any = plain
+    out._local, out._spec, out._memory, out._pinned = value._local.detach(), value._spec, None, not parameter
+    if parameter:
+        out._is_param = True
+    if trains:
+        if after:
+            out.__dict__["_accumulated"] = after
+        set_requires_grad(out, True)
+        hooks.adopt(out, before or {}, bool(after))
+        if grad is not None:
+            set_grad(out, grad)
+
+
+def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
+    """Let a global tensor, from now on the same object, be the plain tensor ``value``; a parameter stays one. What an op or a constructor of ours has made
+    cannot stay the same object: then return another."""
+    trains, parameter = tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
+    kind: Any = torch.nn.Parameter if parameter else torch.Tensor
+    if type(tensor) is not GlobalTensor:
+        return torch.nn.Parameter(value, trains) if parameter else value
+    _refuse_older_graphs(tensor._local)
+    for name in _FIELDS:
+        tensor.__dict__.pop(name, None)
+    shell = value.detach().view_as(value)
+    tensor.__class__ = kind
+    _torch.swap_impl(tensor, shell)
+    return tensor.requires_grad_(trains)
+
+
+def _refuse_older_graphs(leaf: torch.Tensor) -> None:
+    """Raise an error in the backward pass of any graph that has been recorded with this leaf."""
+    if leaf.is_leaf and leaf.requires_grad:
+        # The node is there as long as a graph that has it; where there is none, it goes with what this line makes.
+        torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(_refuse_to_go_back)
+
+
+def _refuse_to_go_back(grads: Any) -> None:
+    raise GlobalTensorError(
+        "this backward pass reaches a parameter as it was before to_global, parallelize or to_local changed its layout: run the forward pass again after them"
+    )
 
 
 def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:

@@ -29,7 +29,7 @@ from .spec import Spec, Stored, layout_on
 from .strides import turn
 from .trial import on_meta
 from .visible import apply
-from .wrapper import GlobalTensor, Memory, kernel_message
+from .wrapper import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
 
 __all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "rule", "writes"]
 
@@ -77,11 +77,18 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     if handler is not None:
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, _autocast()]
+    values: list[Any] = []  # the arguments, with local tensors
     for a in args:
         t = type(a)
+        if t is SlottedGlobalTensor:
+            key.append(a._spec)
+            values.append(a._local)
+            continue
         if t is GlobalTensor:
             key.append(a._spec)
-        elif t is int:
+            values.append(a._local)
+            continue
+        if t is int:
             key.append(int if func in _SCALARS else a)
         elif t is float or t is bool:  # equal to the int of the same value, and another argument
             key.append(t)
@@ -94,10 +101,11 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             key.append(types_)
         else:
             key.append(_key(a, func in _SCALARS))
+        values.append(a)
     if kwargs:
         for name, a in kwargs.items():
             key.append(name)
-            key.append(a._spec if type(a) is GlobalTensor else a if a is None or type(a) is bool else _key(a, func in _SCALARS))
+            key.append(a._spec if type(a) in ORDINARY else a if a is None or type(a) is bool else _key(a, func in _SCALARS))
     try:
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
@@ -105,11 +113,10 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     if not found.direct:
         return found.run(func, args, kwargs or {})
     if kwargs:
-        kwargs = {k: v._local if type(v) is GlobalTensor else v for k, v in kwargs.items()}
-        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **kwargs)
+        out = (found.function or func)(*values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()})
     else:
-        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args])
-    wrapped = _make(GlobalTensor, found.shape) if found.usual else _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
+        out = (found.function or func)(*values)
+    wrapped = _make(SlottedGlobalTensor, found.shape) if found.usual else _make(SlottedGlobalTensor, found.shape, dtype=found.dtype, device=found.device)
     wrapped._local = out
     wrapped._spec = found.out
     if found.view:  # as moved.share does
@@ -128,7 +135,7 @@ _PLAIN = frozenset({int, type(None)})
 
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
     """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
-    if any(type(a) is GlobalTensor and a._local.requires_grad for a in args):
+    if any(type(a) in ORDINARY and a._local.requires_grad for a in args):
         frame = sys._getframe(2)
         for _ in range(_DEEPEST):
             if frame is None:
@@ -172,7 +179,7 @@ def _key(a: Any, free: bool) -> Any:
     if t is float or t is int or t is complex:
         return t if free else (t, a)
     if t is tuple or t is list or t is torch.Size:
-        return (t, *[v._spec if type(v) is GlobalTensor else _key(v, free) for v in a])
+        return (t, *[v._spec if type(v) in ORDINARY else _key(v, free) for v in a])
     if a is None or a is Ellipsis:
         return a
     if isinstance(a, GlobalTensor):
@@ -354,7 +361,7 @@ def _freeze(
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
             done.coordinates = tuple(c if a in along else 0 for a, c in enumerate(where))
-    flat = not done.picks and bool(args or not op.view) and all(type(a) is GlobalTensor or not tensors_in(a, []) for a in (*args, *kwargs.values()))
+    flat = not done.picks and bool(args or not op.view) and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if _torch.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
     if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
@@ -373,7 +380,7 @@ def _freeze(
 def _is_list(args: tuple[Any, ...]) -> bool:
     """Whether all tensors are in the first argument, a list of global ones."""
     first = args[0] if args else None
-    return type(first) in (tuple, list) and all(type(t) is GlobalTensor for t in first) and not tensors_in(args[1:], [])
+    return type(first) in (tuple, list) and all(type(t) in ORDINARY for t in first) and not tensors_in(args[1:], [])
 
 
 def _as_autocast_would(

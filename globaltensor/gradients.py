@@ -23,7 +23,7 @@ from .rules.quotient import Count, Quotient
 from .sbp import broadcast
 from .spec import Spec
 from .visible import visible
-from .wrapper import GlobalTensor
+from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"]
 
@@ -66,7 +66,7 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
 def _let_go(x: GlobalTensor) -> None:
     """Nothing is ``x.grad`` any more. What was, if nobody else has it, will be again: a new one takes as long as all the rest of ``zero_grad``."""
     kept = x.__dict__.pop("_kept_grad", None)
-    if kept is not None and sys.getrefcount(kept[1]) == _OURS and type(kept[1]) is GlobalTensor and kept[1]._memory is None and not kept[1].__dict__:
+    if kept is not None and sys.getrefcount(kept[1]) == _OURS and type(kept[1]) in ORDINARY and kept[1]._memory is None and not kept[1].__dict__:
         x.__dict__["_spare_grad"] = kept[1]
         del kept[1]._local
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +21,7 @@ from .reducer import watch
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+__all__ = ["adopt", "carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
 
 
 def _given_back(grad: Any, dual: Spec | None) -> Any:
@@ -80,6 +80,30 @@ def carry(leaf: GlobalTensor, old: Any) -> None:
         _arm(leaf)
     if old._backward_hooks:
         leaf._local._backward_hooks = old._backward_hooks
+
+
+def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumulated: bool) -> None:
+    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor: they see global gradients. ``hooks`` holds those whose handles are not
+    removed; ``accumulated`` says that it has hooks which wait for the whole gradient, too."""
+    if accumulated:
+        leaf.__dict__["_watched"] = True
+        _arm(leaf)
+    if not hooks:
+        return
+    watch()
+    owner, spec = weakref.ref(leaf), leaf._spec
+
+    def run(local: Any) -> Any:
+        found = owner()
+        dual = (spec if found is None else found._spec).dual()
+        grad = GlobalTensor.wrap(local, dual)
+        for hook in list(hooks.values()):
+            given = hook(grad)
+            if given is not None:
+                grad = GlobalTensor.wrap(_given_back(given, dual), dual)
+        return grad._local
+
+    leaf._local.register_hook(run)  # type: ignore[no-untyped-call]
 
 
 def retain_grad(self: GlobalTensor) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from . import _torch
+from .contents import become_global, become_plain, check_can_become, set_data
 from .convert import check_placement
 from .distributed.world import world
 from .errors import GlobalTensorError, SbpError, ShapeError
 from .placement import Placement
-from .reducer import reduce_dtype
 from .sbp import Sbp, as_layout, broadcast
 from .sharded import unfolded
 from .spec import Spec
@@ -52,6 +52,8 @@ def _plan(placement: Placement | None, sbp: SbpChoice | None, what: str, path: s
     """Where one tensor goes. Before anything changes: an error leaves the module as it was."""
     if (placement is None or sbp is None) and not isinstance(tensor, GlobalTensor):
         raise SbpError(f"module.to_global needs placement and sbp, as {what} is local: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
+    if not isinstance(tensor, GlobalTensor):
+        check_can_become(what, tensor)
     where = tensor.placement if placement is None else placement  # type: ignore[attr-defined]
     layout = tensor.sbp if sbp is None else sbp_for(sbp, path, tensor, where.axes)  # type: ignore[attr-defined]
     try:
@@ -68,6 +70,7 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
     ``module.to_empty(device=...)`` gives each rank memory for its part. ``sbp``: one for all; a callable
     ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move;
     theirs may be left out: a placement or sbp that is not given stays.
+    Parameters and buffers stay the same objects: optimizers, hooks and references made before hold what is trained.
     Raises SbpError, PlacementError, and ShapeError where the ranks' models differ.
     """
     if placement is not None:
@@ -75,40 +78,35 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
     slots = list(_slots(self))
     plans = {path: _plan(placement, sbp, f"{path} of {type(self).__name__}", path, held[name]) for path, held, name in slots}
     bare = _check_same_model([(path, held[name]) for path, held, name in slots], 0 if placement is None else placement.flat[0])
-    done: dict[int, GlobalTensor] = {}
-    kept = []  # the old tensors live until the end: their ids are keys
+    first: dict[torch.Tensor, str] = {}  # of a tensor in several places the first counts
     for path, held, name in slots:
-        old = held[name]
-        if id(old) not in done:
-            kept.append(old)
-            where, layout = plans[path]
-            done[id(old)] = _made(old, where.with_type("meta") if path in bare else where, layout)
-        held[name] = done[id(old)]
+        first.setdefault(held[name], path)
+    for old, path in first.items():
+        where, layout = plans[path]
+        where = where.with_type("meta") if path in bare else where
+        if isinstance(old, GlobalTensor):
+            set_data(old, _moved(old, where, layout))
+        else:
+            grad = None if old.grad is None else _moved(old.grad, where, layout)
+            become_global(old, _moved(old, where, layout), grad)
     for part in self.modules():
         _torch.refresh_weights(part)
     return self
 
 
-def _made(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
+def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
+    """Return the value of ``old`` as a global tensor in memory of its own."""
     with torch.no_grad():
         value = old.detach()
         if not isinstance(value, GlobalTensor):
             if placement.type == "meta" or value.is_meta:  # the first rank's data counts: where it has some this rank has room for it
                 value = torch.empty_like(value, device=world().device(placement.type))
             value = value.to_global(placement, [broadcast] * placement.axes, check_meta=False)  # type: ignore[attr-defined]
-        new = value.to_global(placement, layout)
+        new: GlobalTensor = value.to_global(placement, layout)
         if new._local is old or new._local.data_ptr() == (old._local if isinstance(old, GlobalTensor) else old).data_ptr():
             new = new.clone()
         elif new._local.numel() * new._local.element_size() != new._local.untyped_storage().nbytes():
             new = new.clone()  # a slice would keep the whole tensor alive
-    if isinstance(old, torch.nn.Parameter):
-        parameter = torch.nn.Parameter(new, old.requires_grad)
-        if isinstance(old, GlobalTensor):
-            reduce_dtype(parameter, old._reduce_dtype)
-        if old.grad is not None:
-            grad = old.grad
-            parameter.grad = grad.to_global(placement, layout) if isinstance(grad, GlobalTensor) else _made(grad, placement, layout)
-        return parameter  # type: ignore[return-value]
     return new
 
 
@@ -132,17 +130,14 @@ def _check_same_model(tensors: list[tuple[str, torch.Tensor]], first: int) -> se
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
-    """Every global parameter and buffer becomes this rank's local part, in place; returns the module."""
-    done: dict[int, torch.Tensor] = {}
-    kept = []
+    """Make every global parameter and buffer this rank's local part, in place; return the module. Parameters stay the same objects, as in ``to_global``."""
+    done: dict[torch.Tensor, torch.Tensor] = {}
     for _, held, name in list(_slots(self)):
         old = held[name]
         if isinstance(old, GlobalTensor):
-            if id(old) not in done:
-                kept.append(old)
-                local = unfolded(old)._local.detach()
-                done[id(old)] = torch.nn.Parameter(local, old.requires_grad) if isinstance(old, torch.nn.Parameter) else local
-            held[name] = done[id(old)]
+            if old not in done:
+                done[old] = become_plain(old, unfolded(old)._local.detach())
+            held[name] = done[old]
     for part in self.modules():
         _torch.refresh_weights(part)
     return self

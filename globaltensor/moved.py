@@ -19,11 +19,11 @@ from . import _torch
 from .boxing import box
 from .spec import Spec
 from .strides import carry_note
-from .wrapper import GlobalTensor, Memory
+from .wrapper import GlobalTensor, Memory, SlottedGlobalTensor
 
 __all__ = ["MovedView", "aliased", "refresh", "share", "shown_elsewhere", "touched", "twin", "written"]
 
-_KEPT: Any = GlobalTensor.__dict__["_local"]
+_KEPT: Any = SlottedGlobalTensor.__dict__["_local"]
 
 
 def share(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
@@ -55,7 +55,7 @@ def touched(x: Any) -> None:
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
 
 
-class MovedView(GlobalTensor):
+class MovedView(SlottedGlobalTensor):
     """What a view function gave of another tensor by moving data."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ class MovedView(GlobalTensor):
         """From now on it is a tensor by itself."""
         local = self._local
         del self.__dict__["_origin"], self.__dict__["_seen"]
-        self.__class__ = GlobalTensor  # type: ignore[assignment]
+        self.__class__ = SlottedGlobalTensor  # type: ignore[assignment]
         self._local, self._memory = local, None
 
     def write_on(self) -> None:

@@ -21,7 +21,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .strides import note
 from .visible import apply
-from .wrapper import GlobalTensor
+from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
     "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
@@ -268,7 +268,7 @@ class Boxed(Plan):
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):
             return GlobalTensor.wrap(local, spec)
-        if self.routes[0] is None and not self.picks and type(base) is GlobalTensor:
+        if self.routes[0] is None and not self.picks and type(base) in ORDINARY:
             out = GlobalTensor.wrap(local, spec)
             share(base, out)
             return out

@@ -49,14 +49,23 @@ class _ToGlobal(torch.autograd.Function):
 
 
 def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """On broadcast axes the first rank's data counts: send it to the others."""
-    axes = _held_alike(spec)
+    """On broadcast axes the first rank's data counts: send it to the others. On the meta device nobody has any."""
+    axes = [] if local.is_meta else _held_alike(spec)
     return world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0) if axes else local
 
 
 def _held_alike(spec: Spec) -> list[int]:
     """The axes along which several ranks hold the same data."""
     return [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1] if spec.numel else []
+
+
+def _check_has_values(x: torch.Tensor, placement: Placement) -> None:
+    """Raise PlacementError if ``x`` is on the meta device and is to go to another."""
+    if x.is_meta and placement.type != "meta":
+        raise PlacementError(
+            f"to_global: a tensor on the meta device has no values to put on {placement!r}: lay it out on flow.placement('meta', ranks), and "
+            f"torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model flow.parallelize does the one, model.to_empty(device=...) the other"
+        )
 
 
 @functools.partial(visible, name="to_global")
@@ -72,11 +81,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
-    if self.is_meta and placement.type != "meta":
-        raise PlacementError(
-            f"to_global: a tensor on the meta device has no values to put on {placement!r}: lay it out on flow.placement('meta', ranks), and "
-            f"torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model flow.parallelize does the one, model.to_empty(device=...) the other"
-        )
+    _check_has_values(self, placement)
     spec = gather_specs(self, placement, layout, check_meta)
     graph = self.requires_grad and torch.is_grad_enabled()
     if graph:
@@ -102,6 +107,7 @@ def global_to_global(
     src, shown = self._spec, self._spec.shown
     where = shown.placement if placement is None else placement
     check_placement(where)
+    _check_has_values(self, where)
     if sbp is None:
         if where.axes != shown.placement.axes:
             raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} entries: give sbp= with one entry for each axis")
@@ -169,7 +175,9 @@ def _renamed(old: str, new: str) -> property:
 
 
 def full(x: GlobalTensor) -> torch.Tensor:
-    """The whole value as a plain CPU tensor, on every rank of the world. Collective."""
+    """The whole value as a plain CPU tensor, on every rank of the world. Collective. Raises NotImplementedError, as torch does, on the meta device."""
+    if x.is_meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values")
     spec = x._spec
     here = world()
     local = x._local.detach()
@@ -195,7 +203,7 @@ def tolist(self: GlobalTensor) -> Any:
 
 
 def to_text(self: GlobalTensor, *, tensor_contents: Any = None) -> str:
-    shown = repr(full(self))
+    shown = repr(full(self) if not self.is_meta else torch.empty(self.shape, dtype=self.dtype, device="meta"))
     extra = f", grad_fn=<{self._local.grad_fn.name()}>" if self._local.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
     prefix = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
     return f"{prefix}{shown[:-1]}, placement={self.placement!r}, sbp={self.sbp!r}{extra})"
@@ -340,7 +348,7 @@ def is_nonzero(self: GlobalTensor) -> bool:
 def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None = None) -> GlobalTensor:
     if local.numel() or spec.placement.type != "cpu":
         local = local.to(world().device(spec.placement.type))
-    out = GlobalTensor.wrap(local, spec)
+    out = GlobalTensor.without_slots(local, spec)
     if is_parameter:
         out._is_param = True  # type: ignore[attr-defined]
     out._reduce_dtype = reduce_dtype

@@ -42,7 +42,7 @@ def run(route: Plan, local: Tensor) -> Tensor:
     A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
     """
     here = world()
-    key = ~here.rank if here.dry else here.rank
+    key = ~here.rank if here.dry or route.src.placement.type == "meta" else here.rank
     program = route.programs.get(key)
     if program is None:
         program = route.programs[key] = _compile(route, here.rank, _STEPS if key == here.rank else _DRY_STEPS)
@@ -271,7 +271,8 @@ def _meet(move: Move, rank: int) -> Step | None:
         return None
 
     def step(t: Tensor, here: World) -> Tensor:
-        here.comm(peers).barrier()
+        if here.dry:
+            here.comm(peers).barrier()
         same = move.axes or t.device.type == "meta"
         return torch.empty(shape, dtype=t.dtype, device=t.device if same else here.device(type_) if receives else here.outside(type_))
 

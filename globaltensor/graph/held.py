@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import gradients
-from ..wrapper import GlobalTensor
+from ..wrapper import ORDINARY, GlobalTensor
 
 __all__ = ["Held"]
 
@@ -46,7 +46,7 @@ class Held:
 
     def state(self) -> tuple[Any, ...]:
         """What of them a program depends on."""
-        where = [t._spec if type(t) is GlobalTensor else (t.shape, t.dtype, t.device) for t in self.tensors]
+        where = [t._spec if type(t) in ORDINARY else (t.shape, t.dtype, t.device) for t in self.tensors]
         return self.number, tuple([m.training for m in self.modules]), tuple(where), tuple([t.requires_grad for t in self.tensors])
 
     def trained(self) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from .. import _torch
 from ..distributed.world import world
 from ..placement import Placement
 from ..sbp import partial_sum
-from ..wrapper import GlobalTensor
+from ..wrapper import GlobalTensor, SlottedGlobalTensor
 from .extremum import settling
 
 __all__ = ["Count", "Quotient", "settle"]
@@ -119,7 +119,7 @@ class Count:
             self._rides_in, self.riding = None, False
 
 
-class Quotient(GlobalTensor):
+class Quotient(SlottedGlobalTensor):
     """``total / count()``. Becomes an ordinary GlobalTensor as soon as its local part is asked for."""
 
     __slots__ = ()
@@ -202,7 +202,7 @@ def settle(x: GlobalTensor) -> GlobalTensor:
         # Who looks may do so without gradients (a meter under no_grad); the tensor keeps its own.
         with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad):
             found: Any = total / count() if source is None else source.detach()
-        x.__class__ = GlobalTensor
+        x.__class__ = SlottedGlobalTensor
         x._local, x._spec = found._local, found._spec
         held.pop("_source", None)
         for view in held.pop("_views", ()):

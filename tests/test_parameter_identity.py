@@ -1,0 +1,261 @@
+"""Parameters stay the same objects when a module becomes global, moves or becomes local: what was made before them still trains, averages and hooks them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor.errors import GlobalTensorError
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+STEPS = 3
+PLANS = ("data", "fsdp", "tensor")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+}
+
+
+def everyone(axes: int = 1) -> Any:
+    n = flow.env.get_world_size()
+    return flow.placement("cpu", list(range(n)) if axes == 1 else [[0, 1], [2, 3]])
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+
+
+def rows(n: int = 6) -> Tensor:
+    return torch.randn(n, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def full(t: Tensor) -> Tensor:
+    return torch.from_numpy(t.detach().numpy())
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(full(got), want.detach(), rtol=1e-10, atol=1e-12)
+
+
+def given(x: Tensor, placement: Any) -> Tensor:
+    return x.to_global(placement, [B] * placement.axes).to_global(sbp=[S(0), *[B] * (placement.axes - 1)])  # type: ignore[attr-defined,no-any-return]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int = STEPS) -> list[float]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(steps)]  # type: ignore[union-attr,arg-type]
+
+
+def optimizers_made_before(axes: int) -> None:
+    where = everyone(axes)
+    for name, make in OPTIMIZERS.items():
+        for plan in PLANS:
+            for before in (0, 1):  # steps that the optimizer has taken, so that it has state
+                reference = mlp()
+                reference_optimizer = make(reference.parameters())
+                want = trained(reference, reference_optimizer, rows(), before) + trained(reference, reference_optimizer, rows())
+                model = mlp()
+                held, known = list(model.parameters()), weakref.ref(model[0].weight)  # type: ignore[index]
+                optimizer = make(model.parameters())
+                got = trained(model, optimizer, rows(), before)
+                flow.parallelize(model, where, [plan] * axes)
+                assert all(p is q for p, q in zip(model.parameters(), held, strict=True)), (name, plan)
+                assert known() is held[0]
+                assert all(isinstance(p, nn.Parameter) and p.is_global for p in held)  # type: ignore[attr-defined]
+                got += trained(model, optimizer, given(rows(), where))
+                assert got == pytest.approx(want, rel=1e-9), (name, plan, before)
+                for p, q in zip(held, reference.parameters(), strict=True):
+                    same(p, q)
+
+
+def test_optimizers_made_before_train() -> None:
+    run_on(2, optimizers_made_before, 1, timeout=120.0)
+    run_on(4, optimizers_made_before, 2, timeout=240.0)
+
+
+def hooks_and_gradients() -> None:
+    def hooked(model: nn.Module) -> tuple[list[Any], list[str]]:
+        seen: list[str] = []
+        weight, bias = model[0].weight, model[0].bias  # type: ignore[index]
+        handles = [
+            weight.register_hook(lambda g: g * 2),
+            weight.register_hook(lambda g: g + 1),
+            bias.register_hook(lambda g: seen.append(f"bias {list(g.shape)}")),
+            bias.register_post_accumulate_grad_hook(lambda p: seen.append(f"whole {p.grad is not None}")),
+        ]
+        return handles, seen
+
+    want_model, model = mlp(), mlp()
+    want_model(rows()).square().mean().backward()
+    model(rows()).square().mean().backward()
+    (want_handles, want_seen), (handles, seen) = hooked(want_model), hooked(model)
+    flow.parallelize(model, everyone(), "fsdp")
+    for (name, p), q in zip(model.named_parameters(), want_model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        same(p.grad, q.grad)
+        assert p.grad.sbp == p.sbp, name  # type: ignore[attr-defined]
+    for removed in (None, 0, 2):
+        if removed is not None:
+            handles[removed].remove()
+            want_handles[removed].remove()
+        want_model(rows()).square().mean().backward()
+        model(given(rows(), everyone())).square().mean().backward()
+        for p, q in zip(model.parameters(), want_model.parameters(), strict=True):
+            same(p.grad, q.grad)  # type: ignore[arg-type]
+    assert seen == want_seen
+
+
+def test_hooks_and_gradients_go_along() -> None:
+    run_on(2, hooks_and_gradients)
+
+
+class Tied(nn.Module):
+    """Words in and out share a weight, and a list holds it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.out.weight = self.words.weight
+        self.also = [self.words.weight]
+        self.register_buffer("scale", torch.full((4,), 2.0, dtype=torch.float64))
+        self.again = self.scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids) * self.again) + self.also[0].sum()
+
+
+def tied_and_recurrent() -> None:
+    torch.manual_seed(0)
+    tied = Tied().double()
+    want = copy.deepcopy(tied)
+    tied.to_global(everyone(), {"scale": B, "*": S(0)})  # type: ignore[operator]
+    assert tied.out.weight is tied.words.weight is tied.also[0]
+    assert tied.again is tied.scale
+    ids = torch.arange(9)
+    for model in (tied, want):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            optimizer.step()
+    same(tied.words.weight, want.words.weight)
+
+    torch.manual_seed(0)
+    layer = nn.LSTM(3, 4, 2).double()
+    want_layer = copy.deepcopy(layer)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layer, want_layer)]
+    layer.to_global(everyone(), S(0))  # type: ignore[operator]
+    x = torch.randn(5, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for model, optimizer in zip((layer, want_layer), optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x)[0].square().mean().backward()
+            optimizer.step()
+    for p, q in zip(layer.parameters(), want_layer.parameters(), strict=True):
+        same(p, q)
+
+
+def test_tied_parameters_and_recurrent_layers() -> None:
+    run_on(2, tied_and_recurrent)
+
+
+def moved_and_back() -> None:
+    where, model, want = everyone(), mlp(), mlp()
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, want))
+    held, buffers = list(model.parameters()), list(model.buffers())
+    losses, expected = [], []
+    for sbp in (B, {"0.*": S(0), "*": B}, B):
+        model.to_global(where, sbp)  # type: ignore[operator]
+        assert all(p is q for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True))
+        losses += trained(model, optimizer, given(rows(), where), 1)
+        expected += trained(want, reference, rows(), 1)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    model.to_local()  # type: ignore[operator]
+    assert all(p is q for p, q in zip((*model.parameters(), *model.buffers()), (*held, *buffers), strict=True))
+    assert all(type(p) is nn.Parameter for p in held)
+    assert all(type(b) is Tensor for b in buffers)
+    assert model[0].weight.grad is None  # type: ignore[index]
+    for p, q in zip(held, want.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+    model(rows()).square().mean().backward()
+    assert held[0].grad is not None
+
+
+def test_a_module_that_moves_and_becomes_local_again() -> None:
+    run_on(2, moved_and_back)
+
+
+def older_graphs() -> str:
+    model = mlp()
+    loss = model(rows()).square().mean()
+    model.to_global(everyone(), B)  # type: ignore[operator]
+    with pytest.raises(GlobalTensorError, match="run the forward pass again") as found:
+        loss.backward()
+    loss = model(given(rows(), everyone())).square().mean()
+    model.to_global(sbp={"0.*": S(0), "*": B})  # type: ignore[operator]
+    with pytest.raises(GlobalTensorError, match="run the forward pass again"):
+        loss.backward()
+    model(given(rows(), everyone())).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return str(found.value)
+
+
+def test_a_graph_from_before_refuses_to_go_backward() -> None:
+    first, second = run_on(2, older_graphs)
+    assert first == second
+
+
+def averages() -> None:
+    """An average of weights that was made before, plain, follows the model that became global."""
+    model, want = mlp(), mlp()
+    mean, reference = (torch.optim.swa_utils.AveragedModel(m, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5) for m in (model, want))
+    flow.parallelize(model, everyone(), "fsdp")
+    for m, average, x in ((model, mean, given(rows(), everyone())), (want, reference, rows())):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for _ in range(2):
+            trained(m, optimizer, x, 1)
+            average.update_parameters(m)
+    for p, q in zip(mean.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_averages_made_before_follow() -> None:
+    run_on(2, averages)
+
+
+class Slotted(nn.Parameter):
+    """A parameter with a slot of its own."""
+
+    __slots__ = ("mine",)
+
+
+def cannot_stay() -> str:
+    model = nn.Linear(2, 2)
+    model.weight = Slotted(torch.ones(2, 2))
+    with pytest.raises(GlobalTensorError, match=r"weight of Linear is a Slotted, whose class has slots of its own") as found:
+        model.to_global(everyone(), B)  # type: ignore[operator]
+    assert not any(p.is_global for p in model.parameters())  # type: ignore[attr-defined]
+    return str(found.value)
+
+
+def test_what_cannot_stay_the_same_object_is_refused() -> None:
+    first, second = run_on(2, cannot_stay)
+    assert first == second
