@@ -83,8 +83,10 @@ def carry(leaf: GlobalTensor, old: Any) -> None:
 
 
 def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumulated: bool) -> None:
-    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor: they see global gradients. ``hooks`` holds those whose handles are not
-    removed; ``accumulated`` says that it has hooks which wait for the whole gradient, too."""
+    """Run, on a leaf that has just become global, the hooks that it had as a plain tensor; they see global gradients.
+
+    ``hooks`` holds those whose handles are not removed. ``accumulated``: the leaf has hooks that wait for the whole gradient, too.
+    """
     if accumulated:
         leaf.__dict__["_watched"] = True
         _arm(leaf)
