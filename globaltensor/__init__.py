@@ -12,6 +12,7 @@ from . import functions as _functions
 from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
 from . import borrowed as _borrowed
 from . import associative as _associative
+from . import tracebacks as _tracebacks
 from . import flex as _flex  # (wraps torch's when it is imported)
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
@@ -26,6 +27,7 @@ from .local_map import local_map
 from .pace import guard
 from .parallelize import parallelize
 from .placement import Placement, placement
+from .replicas import check_replicas
 from .reducer import counts_ride, no_sync, reduce_dtype
 from .rules.attention import attention
 from .rules.experts import experts
@@ -38,6 +40,7 @@ from .tensor import GlobalTensor
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
 from .creation import *  # noqa: F403
 
+_tracebacks.install()
 _functions.install()
 _optimizers.install()
 _borrowed.install()

@@ -13,7 +13,7 @@ from .convert import to_global
 from .creation import as_tensor, check_whole, empty, tensor
 from .dispatch import HANDLERS
 from .errors import LocalTensorError
-from .plans import promote
+from .promote import promote
 from .rules.notation import Op
 from .rules.registry import RULES
 from .sbp import broadcast
@@ -87,7 +87,7 @@ def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
     value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
     placement = x._spec.placement
     spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
-    return GlobalTensor.wrap(promote(value, spec), spec)
+    return GlobalTensor.wrap(promote(value, spec, "NumPy"), spec)
 
 
 GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]  # NumPy passes more than torch's own takes

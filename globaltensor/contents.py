@@ -9,6 +9,7 @@ import torch
 
 from . import _torch, hooks, reducer, sharded
 from .boxing import box
+from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
@@ -60,6 +61,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
         raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
+    world().history((self._spec.shown.placement,)).record(b"set data" + self._spec.text + value._spec.text)
     sharded.forget()
     if isinstance(self, MovedView):
         self.cut()

@@ -22,6 +22,7 @@ from .errors import PlacementError, SbpError
 from .moved import written
 from .placement import Placement
 from .plans import admit_signs, replaced, tensors_in
+from .promote import check_replicated
 from .sbp import Sbp, as_layout, broadcast, partial_sum
 from .spec import Spec
 from .visible import visible
@@ -29,6 +30,9 @@ from .wrapper import GlobalTensor
 
 #: (placement, sbp) of what is created without saying so (utils/global_view.py).
 GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar("globaltensor_globally", default=(None, None))
+
+#: Functions that take the values themselves.
+_OF_DATA: Final = ("tensor", "as_tensor")
 
 Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -62,7 +66,10 @@ def _whole(name: str) -> Make:
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if spec.placement.coordinate(world().rank) is None:
             return placeholder(spec)
-        return part(getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type)), spec)
+        whole = getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type))
+        if name in _OF_DATA and world().compares and len(spec.placement.flat) > 1:
+            check_replicated(whole, spec.placement.flat, name)
+        return part(whole, spec)
 
     return make
 
@@ -116,8 +123,6 @@ def _randperm(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return draw(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
 
 
-#: Those that take the values themselves.
-_OF_DATA: Final = ("tensor", "as_tensor")
 _WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
 #: name -> how a rank makes its part
 MAKE: Final[dict[str, Make]] = {
@@ -189,7 +194,20 @@ def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement:
     spec = Spec.make(meta.shape, meta.dtype, placement, sbp)
     grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     local = MAKE[name](spec, args, kwargs)
-    return _wrapped(local.pin_memory() if pinned else local, spec, grad)
+    out = _wrapped(local.pin_memory() if pinned else local, spec, grad)
+    dispatch.record(f"{name} {_spelled((args, kwargs))}", out)
+    return out
+
+
+def _spelled(arguments: Any) -> str:
+    """The numbers among a call's arguments, which ranks compare."""
+    return repr(replaced(arguments, iter([None] * len(tensors_in(arguments, [])))) if _plain_numbers(arguments) else "")
+
+
+def _plain_numbers(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_plain_numbers, value))
+    return all(map(_plain_numbers, value.values())) if isinstance(value, dict) else isinstance(value, (int, float, complex, str, torch.dtype, type(None)))
 
 
 def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -290,7 +308,9 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
         # Torch's own on the part keeps its strides, as optimizers like their state.
         return _wrapped(draws.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
     given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
-    return _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
+    out = _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
+    dispatch.record(f"{name} {_spelled((args, given))}", out)
+    return out
 
 
 def _same_type(device: Any, placement: Placement) -> bool:
@@ -384,6 +404,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
     admit_signs(func.__name__, x)
     x._local.fill_(value if draws.holds(x._spec) else 0)
+    dispatch.record(f"{func.__name__} {value!r}", x)
     return written(x)
 
 

@@ -16,11 +16,12 @@ import torch
 from . import _torch, plans
 from .bodies import FORGOTTEN, apply_plainly, body_of
 from .boxing import box
-from .distributed.world import sent, world
+from .distributed.world import ON_FORGET, sent, world
 from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
+from .promote import promote
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -31,7 +32,7 @@ from .trial import on_meta
 from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
 
-__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "rule", "writes"]
+__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "record", "rule", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -66,6 +67,11 @@ def fresh_plans(plans: dict[Any, Plan] | None = None) -> Iterator[None]:
         _cache.plans = kept
 
 
+def _forget_plans() -> None:
+    _cache.plans.clear()
+
+
+ON_FORGET.append(_forget_plans)
 _SCALARS = {f for f, r in RULES.items() if r.scalars}
 
 
@@ -78,6 +84,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, _autocast()]
     values: list[Any] = []  # the arguments, with local tensors
+    numbers = b""  # those that the plan does not depend on, for the record of what was run
     for a in args:
         t = type(a)
         if t is SlottedGlobalTensor:
@@ -88,12 +95,15 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             key.append(a._spec)
             values.append(a._local)
             continue
-        if t is int:
-            key.append(int if func in _SCALARS else a)
-        elif t is float or t is bool:  # equal to the int of the same value, and another argument
+        if t is int or t is float:  # equal numbers of both are other arguments
             key.append(t)
-            if t is bool or func not in _SCALARS:
+            if func in _SCALARS:
+                numbers += _number(a)
+            else:
                 key.append(a)
+        elif t is bool:
+            key.append(bool)
+            key.append(a)
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
@@ -101,15 +111,27 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             key.append(types_)
         else:
             key.append(_key(a, func in _SCALARS))
+            if func in _SCALARS:
+                numbers += _numbers_in(a)
         values.append(a)
     if kwargs:
         for name, a in kwargs.items():
             key.append(name)
-            key.append(a._spec if type(a) in ORDINARY else a if a is None or type(a) is bool else _key(a, func in _SCALARS))
+            if type(a) in ORDINARY:
+                key.append(a._spec)
+            elif a is None or type(a) is bool:
+                key.append(a)
+            else:
+                key.append(_key(a, func in _SCALARS))
+                if func in _SCALARS:
+                    numbers += _numbers_in(a)
     try:
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
-        found = _missed(func, args, kwargs or {}, key if isinstance(miss, KeyError) else None)
+        found = _missed(func, args, kwargs or {}, key, isinstance(miss, KeyError))
+    found.record(found.digest)
+    if numbers:
+        found.record(numbers)
     if not found.direct:
         return found.run(func, args, kwargs or {})
     if kwargs:
@@ -130,6 +152,13 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     return wrapped
 
 
+def record(what: str, *tensors: GlobalTensor) -> None:
+    """Add to what this rank has run on global tensors: for handlers, which have no plan that does."""
+    for t in tensors:
+        spec = t._spec
+        world().history((spec.shown.placement,)).record(what.encode() + spec.text)
+
+
 _PLAIN = frozenset({int, type(None)})
 
 
@@ -145,18 +174,51 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
             frame = frame.f_back  # type: ignore[assignment]
 
 
-def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
-    """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
+def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> Plan:
+    """No plan is kept for this call. Where an argument cannot be hashed it is planned each time."""
     found = _plan(func, args, kwargs)
-    if key is not None and plans.by_default(found, args, kwargs):
+    if hashable and plans.by_default(found, args, kwargs):
         found = plans.Defaulted(found, _plan)
     if func in FORGOTTEN and kwargs.keys().isdisjoint(FORGOTTEN[func]):
         found = Recalling(found, lambda *a, **k: call(GlobalTensor, func, (), a, k))
-    if key is not None:
+    first = next((t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)), None)
+    if first is not None:
+        history = world().history((first._spec.shown.placement,))
+        found.record, found.digest = history.record, history.learn(_text(func, key))
+    if hashable:
         if len(_cache.plans) >= _MOST:
             _cache.plans.clear()
         _cache.plans[tuple(key)] = found
     return found
+
+
+def _text(func: Any, key: Sequence[Any]) -> str:
+    """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``."""
+    arguments = [v for v, after in zip(key[1:], [*key[2:], None], strict=True) if not (isinstance(v, type) and type(after) is v)]  # the type of what follows
+    return f"{name_of(func)}({', '.join(map(_spelled, arguments))})"
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if isinstance(value, type):
+        return value.__name__
+    known = (Spec, int, float, complex, str, bytes, slice, torch.dtype, torch.device, type(None), type(Ellipsis))
+    return repr(value) if isinstance(value, known) else type(value).__name__
+
+
+def _number(a: float) -> bytes:
+    """A number for the record of what was run."""
+    return repr(a).encode()
+
+
+def _numbers_in(a: Any) -> bytes:
+    """The numbers in an argument of any kind."""
+    if isinstance(a, (int, float, complex)):
+        return _number(a)  # type: ignore[arg-type]
+    if isinstance(a, (tuple, list)):
+        return b"".join(map(_numbers_in, a))
+    return b"".join(map(_numbers_in, a.values())) if isinstance(a, dict) else b""
 
 
 GlobalTensor.__torch_function__ = classmethod(call)  # type: ignore[assignment]
@@ -432,6 +494,7 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
 
 
 _WARNED: set[str] = set()
+_OVERWRITING = frozenset(("copy_", "fill_", "zero_", "__setitem__", "index_copy_", "index_fill_", "index_put_", "masked_fill_", "masked_scatter_", "scatter_"))
 
 
 def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -462,7 +525,8 @@ def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: d
     """An in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
     target = args[0]
     spec = Spec.make(target.shape, target.dtype, placement, [broadcast] * placement.axes)
-    mine = GlobalTensor.wrap(promote(target, spec).clone(), spec)
+    overwritten = name_of(func) in _OVERWRITING  # what it held before does not matter, or has never been written
+    mine = GlobalTensor.wrap(promote(target, spec, f"target of {name_of(func)}", checked=not overwritten).clone(), spec)
     result = func(mine, *args[1:], **kwargs)
     whole: Any = mine.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
@@ -501,7 +565,7 @@ def rule(*args: Any, **kwargs: Any) -> Any:
 
 def _forgotten(result: Any) -> Any:
     """Forget the plans made before a rule was declared."""
-    _cache.plans.clear()
+    _forget_plans()
     _SCALARS.clear()
     _SCALARS.update(f for f, r in RULES.items() if r.scalars)
     return result

@@ -10,6 +10,7 @@ key is the seed field of torch's CPU generator, advanced by each such op. So ``t
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from .distributed.simulate import SimulatedWorld
 from .distributed.world import placeholder, world
 from .errors import InplaceError, PlacementError, WorldError
 from .moved import written
+from .placement import Placement
 from .spec import Spec
 from .strides import laid
 from .visible import shown, visible
@@ -52,11 +54,14 @@ def mixed(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int]) -> Any:
+def run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], placement: Placement | None = None
+) -> Any:
     """Call ``function(*args, **kwargs)`` on local tensors, drawing from the op's own stream.
 
     ``coordinate``: where this rank stands along the axes that split the result, 0 along the others: equal coordinates draw equal numbers.
     A ``generator=`` among ``kwargs`` takes the place of the default one: its seed is the key. Its state is as before afterwards, with the key advanced.
+    The ranks of ``placement`` compare their keys: they must draw from one seed.
     """
     if _torch.function_mode_on():
         return shown(run, function, args, kwargs, coordinate)
@@ -64,6 +69,8 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if generator is None and isinstance(world(), SimulatedWorld):
         with _in_turn(_device_of(args)):
             return _run(function, args, kwargs, coordinate, torch.default_generator)
+    if placement is not None:
+        world().history((placement,)).record(b"key %d" % (generator or torch.default_generator).initial_seed())
     return _run(function, args, kwargs, coordinate, generator or torch.default_generator)
 
 
@@ -216,7 +223,7 @@ def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> 
     everything = inside and spec.local_shape(rank) == tuple(spec.shape)
     if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
         return draw(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
-    with _turn(device, generator):
+    with _turn(device, generator, spec):
         out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
         buffer = torch.empty(BLOCK + _GROUP, dtype=spec.dtype)
         offsets = spec.box(rank)[0] if inside else ()
@@ -232,7 +239,7 @@ def draw(spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | N
     device = _device(spec)
     if device is None:
         return placeholder(spec)
-    with _turn(device, generator):
+    with _turn(device, generator, spec):
         return part(whole(), spec)
 
 
@@ -294,11 +301,13 @@ def _device(spec: Spec) -> torch.device | None:
 
 
 @contextmanager
-def _turn(device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
-    if generator is not None:
-        yield
-        return
-    with _in_turn(device):
+def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
+    """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they must draw one sequence."""
+    with nullcontext() if generator is not None else _in_turn(device):
+        here = world()
+        if here.compares and not _torch.recording.on:
+            state = (generator or _accelerator(device) or torch.default_generator).get_state()
+            here.history((spec.placement,)).record(hashlib.blake2b(state.numpy(), digest_size=8).digest())
         yield
 
 
@@ -325,7 +334,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     strides = laid(x)
     whole = tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel
     if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
-        with _turn(local.device, generator):
+        with _turn(local.device, generator, spec):
             fill(local, generator)
     else:
         with torch.no_grad():

@@ -27,6 +27,10 @@ class WorldError(GlobalTensorError):
     """The process group is missing, misconfigured or has failed."""
 
 
+class DivergenceError(WorldError):
+    """Ranks that do different things: other operations, numbers or plain tensors."""
+
+
 class ScheduleError(GlobalTensorError):
     """A pipeline schedule that cannot exist, cannot be read or would not end."""
 

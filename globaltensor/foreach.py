@@ -10,11 +10,12 @@ import torch
 
 from . import _torch
 from .boxing import box
-from .dispatch import HANDLERS
+from .dispatch import HANDLERS, record
 from .distributed.world import placeholder, world
 from .moved import aliased, shown_elsewhere, written
 from .placement import Placement
-from .plans import bring_together, name_of, promote
+from .plans import bring_together, name_of
+from .promote import promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -31,6 +32,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     writes = name.endswith("_")
     first = _lists(args)[0]
+    _record(name, args, kwargs, first)
     if writes and any(_apart(name, t) for t in first):
         return _one_by_one(func, args, kwargs, first)
     if writes:
@@ -61,6 +63,14 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 written(t)
         return first
     return _wrapped(result, mine, specs)
+
+
+def _record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]) -> None:
+    """Add the call to what this rank has run: its numbers, how many tensors, and how the first global one is laid out."""
+    target = next((t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)), None)
+    if target is not None:
+        numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, (int, float, complex)) or (isinstance(a, (list, tuple)) and not _lists([a]))]
+        record(f"{name} {len(first)} {numbers!r}", target)
 
 
 def _apart(name: str, t: torch.Tensor) -> bool:
@@ -114,7 +124,7 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     if spec is None or t.dim() == 0:  # a step counter
         return t
     whole = Spec.make(t.shape, t.dtype, spec.placement, [broadcast] * spec.placement.axes)
-    return box(promote(t, whole), whole, whole.replace(layout=spec.layout), why=name)
+    return box(promote(t, whole, name), whole, whole.replace(layout=spec.layout), why=name)
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:

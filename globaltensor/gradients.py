@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge
 
 from . import _torch, reducer, sharded
 from .boxing import box
-from .dispatch import HANDLERS
+from .dispatch import HANDLERS, record
 from .distributed.world import world
 from .errors import KernelError, SbpError
-from .plans import promote
+from .promote import promote
 from .rules.quotient import Count, Quotient
 from .sbp import broadcast
 from .spec import Spec
@@ -94,6 +94,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
     if value.shape != x.shape:
         raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
+    record("set grad", x, value)
     kept = _kept(x).replace(dtype=value.dtype)
     local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
     if x._leaf is not None:
@@ -109,6 +110,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
 def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
     """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value on one rank, zero on the others."""
     spec = output._spec
+    record("backward", output)
     where = spec.placement.coordinate(world().rank)
     if grad is None:
         if spec.numel != 1:
@@ -120,7 +122,7 @@ def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
     if isinstance(grad, GlobalTensor):
         return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
     whole = Spec.make(grad.shape, grad.dtype, spec.placement, [broadcast] * spec.placement.axes)
-    return box(promote(grad, whole), whole, spec.dual(), why="gradient given to backward")
+    return box(promote(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
 
 
 def _settled(output: Any) -> Any:

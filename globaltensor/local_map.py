@@ -13,7 +13,8 @@ from .convert import spec_of
 from .distributed.world import placeholder, world
 from .errors import SbpError
 from .placement import Placement
-from .plans import promote, replaced, tensors_in
+from .plans import replaced, tensors_in
+from .promote import promote
 from .reducer import watch
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
@@ -54,7 +55,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             elif layout is not None:
                 src = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
-                locals_.append(box(promote(t, src), src, src.replace(layout=layout), why=f"local_map({name})"))
+                locals_.append(box(promote(t, src, f"argument of local_map({name})"), src, src.replace(layout=layout), why=f"local_map({name})"))
             else:
                 locals_.append(t)
         these = iter(locals_)

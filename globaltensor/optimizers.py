@@ -454,7 +454,16 @@ def relay(optimizer: Optimizer) -> None:
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
 
 
+def _record(optimizer: Optimizer) -> None:
+    """Add a step to what this rank has run on its parameters: ranks compare the optimizer and the numbers among its settings."""
+    first = next((p for group in optimizer.param_groups for p in group["params"][:1]), None)
+    if isinstance(first, GlobalTensor) and world().compares:
+        settings = [[v for v in group.values() if isinstance(v, (int, float, tuple))] for group in optimizer.param_groups]
+        world().history((first._spec.shown.placement,)).record(f"{type(optimizer).__name__} {settings!r}".encode())
+
+
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    _record(optimizer)
     if type(optimizer) not in ELEMENTWISE or len(args) > 2 or _torch.watched_steps(optimizer):
         return None
     swap = _swaps.get(optimizer)

@@ -11,31 +11,31 @@ import contextlib
 import hashlib
 import itertools
 import json
-import linecache
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _torch
 from .distributed.comm import Comm
 from .distributed.world import ProcessWorld, World, timeout, world
-from .errors import WorldError
+from .errors import DivergenceError, WorldError
 from .placement import Placement
 from .plans import name_of, tensors_in
+from .promote import content_digest
+from .replicas import replica_ranks
 from .sbp import Sbp
-from .wrapper import GlobalTensor
+from .user_code import user_line as _line
+from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = ["guard"]
 
 _BYTES: Final = 4096  # of a message
 _KEPT: Final = 12  # ops that a message tells of
 _TEXT: Final = 100  # characters of each
-_OURS: Final = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})  # they move nothing, or their collectives say it
 _serial = itertools.count()
 
@@ -56,6 +56,9 @@ class _Pace(TorchFunctionMode):
         self._world, self._name = here, name
         self._done: collections.deque[_Did] = collections.deque(maxlen=_KEPT)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
+        #: By the ranks that hold the same part: how many operands were seen, a digest of their values, and the last ones by text.
+        self._replicas: dict[tuple[int, ...], tuple[int, bytes, collections.deque[tuple[str, str]]]] = {}
+        self._seen: Any = WeakIdKeyDictionary()  # local tensor -> its version and the digest of its values then
         self._now = ""
         self._busy = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -66,6 +69,7 @@ class _Pace(TorchFunctionMode):
         given = [t for t in tensors_in((args, kwargs), []) if isinstance(t, GlobalTensor)]
         if not given or getattr(func, "__name__", "") in _UNSEEN:
             return func(*args, **kwargs)
+        self._see(name, given)
         what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"
         self._now, before = _cut(what), self._now
         try:
@@ -79,6 +83,22 @@ class _Pace(TorchFunctionMode):
             self._done.append(_Did(placement, _cut(what), _line()))
         return out
 
+    def _see(self, name: str, operands: Sequence[GlobalTensor]) -> None:
+        """Remember the values of operands of which other ranks hold replicas."""
+        for i, x in enumerate(operands):
+            group = replica_ranks(x._spec, self._world.rank)
+            local = x._local if len(group) > 1 and type(x) in ORDINARY else None
+            if local is None or local.is_meta or local.layout is not torch.strided or _torch.is_fake(local):
+                continue
+            version = -1 if local.is_inference() else local._version
+            known = self._seen.get(local)
+            if known is None or known[0] != version or version < 0:
+                with torch.no_grad(), _torch.without_function_modes():
+                    known = self._seen[local] = version, content_digest(local)
+            count, digest, last = self._replicas.get(group, (0, b"", collections.deque(maxlen=_KEPT)))
+            last.append((f"operand {i} of {name} {x._spec!r} ({known[1].hex()})", _line()))
+            self._replicas[group] = count + 1, hashlib.blake2b(digest + known[1], digest_size=8).digest(), last
+
     def meet(self, comm: Comm, kind: str) -> None:
         """Compare with the other ranks of a collective, before it. Raises WorldError where they differ, or do not come."""
         if comm.size == 1 or self._busy:
@@ -89,18 +109,27 @@ class _Pace(TorchFunctionMode):
             done = [(did.op, did.line) for did in self._done if did.placement in common]
             counts = {repr(p): (self._digests[p][0], self._digests[p][1].hex()) for p in sorted(common, key=repr)}
             state = hashlib.blake2b(json.dumps(counts).encode(), digest_size=8).hexdigest()
+            replicas = {repr(g): (n, digest.hex(), list(last)) for g, (n, digest, last) in sorted(self._replicas.items()) if set(comm.ranks) <= set(g)}
+            held = {g: (n, digest) for g, (n, digest, _) in replicas.items()}
+            shown = [each for _, _, last in replicas.values() for each in last]
             mine = {"kind": kind, "op": self._now, "line": _line(), "n": sum(n for n, _ in counts.values()), "state": state, "done": done}
+            mine |= {"replicas": hashlib.blake2b(json.dumps(held).encode(), digest_size=8).hexdigest(), "operands": shown}
             told = self._told(comm, mine)
         finally:
             self._busy = False
         same = ("kind", "op", "n", "state")
+        first, reference = comm.ranks[0], told[0]  # all ranks compare alike, and so say the same
         for rank, other in zip(comm.ranks, told, strict=True):
-            if any(other[key] != mine[key] for key in same):
-                raise WorldError(_apart(self._world.rank, mine, rank, other))
+            if any(other[key] != reference[key] for key in same):
+                self._world.forget()
+                raise DivergenceError(_apart(first, reference, rank, other))
+            if other["replicas"] != reference["replicas"]:
+                self._world.forget()
+                raise DivergenceError(_replicas_apart(first, reference, rank, other))
 
     def _told(self, comm: Comm, mine: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
-            return comm.all_gather_object(mine)
+            return comm.all_gather_unchecked(mine)
         self._say(mine)
         ranks = tuple(sorted(comm.ranks))
         sent = torch.frombuffer(bytearray(_message(mine)), dtype=torch.uint8)
@@ -135,11 +164,11 @@ class _Pace(TorchFunctionMode):
 
 def _message(mine: dict[str, Any]) -> bytes:
     """A message of `_BYTES`; older ops are left out where it would be longer."""
-    for drop in range(len(mine["done"]) + 1):
-        text = json.dumps({**mine, "done": mine["done"][drop:]}).encode()
+    for drop in range(max(len(mine["done"]), len(mine["operands"])) + 1):
+        text = json.dumps({**mine, "done": mine["done"][drop:], "operands": mine["operands"][drop:]}).encode()
         if len(text) <= _BYTES:
             return text.ljust(_BYTES, b"\0")
-    return json.dumps({**mine, "done": [], "line": ""}).encode()[:_BYTES].ljust(_BYTES, b"\0")
+    return json.dumps({**mine, "done": [], "operands": [], "line": ""}).encode()[:_BYTES].ljust(_BYTES, b"\0")
 
 
 def _place(told: dict[str, Any]) -> str:
@@ -157,6 +186,16 @@ def _apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> s
         else:
             lines += [f"the first op that differs is number {at + 1}", f"  rank {me} ran {_told_of(one, at)}", f"  rank {rank} ran {_told_of(two, at)}"]
     return "\n".join(lines)
+
+
+def _replicas_apart(me: int, mine: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+    """The error of ranks whose replicas hold other values."""
+    pair = next(((a, b) for a, b in zip(mine["operands"], other["operands"], strict=False) if a[0] != b[0]), None)
+    which = "an operand before those that a message tells of" if pair is None else f"{pair[0][0]} on rank {me}, {pair[1][0]} on rank {rank}  ({pair[0][1]})"
+    return (
+        f"replicas differ: ranks {me} and {rank} hold the same part of a global tensor with other values\n  {which}\n"
+        "Something has changed it on one rank only: a write into to_local(), another file, another random seed. flow.check_replicas(model) names parameters"
+    )
 
 
 def _op(done: dict[int, tuple[str, ...]], n: int) -> str:
@@ -184,25 +223,14 @@ def _shown(value: Any) -> str:
     return repr(value) if known else type(value).__name__
 
 
-def _line() -> str:
-    """The line of the program, outside of this library and torch."""
-    frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(_OURS) or frame.f_code.co_filename.startswith("<frozen")):
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return "a thread of torch"
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:60]}"
-
-
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """Within the block the ranks compare what they run on global tensors. Where they go apart, the next collective says so, with both ranks, ops and lines.
+    """Compare, within the block, what the ranks run on global tensors, and name both ranks, operations and lines where they diverge.
 
-    For finding out why a program hangs or gives other numbers than one device: each collective costs a message more, each op some ten microseconds. Every rank
-    enters it. Outside of it nothing is compared. What is compared: functions and methods with their scalar arguments, the shape, dtype, placement and sbp of
-    tensors, and the collectives, forward and backward; not the values. Raises WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying
-    where the others were last.
+    Without it each collective compares a digest of what was run: ranks that diverge are told, but not which operation it was. With it each collective costs a
+    message more and each operation some ten microseconds; every rank enters it. Compared are functions and methods with their scalar arguments, the shape,
+    dtype, placement and sbp of tensors, the values of operands that ranks hold alike (broadcast), and the collectives, forward and backward. Raises
+    DivergenceError, and WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying where the others were last.
 
     >>> import globaltensor as flow
     >>> with guard():

@@ -12,10 +12,10 @@ from . import sharded
 from .bodies import recalled
 from .boxing import box, log, plan
 from .boxing.autograd import NOTHING
-from .distributed.world import placeholder, world
+from .distributed.world import world
 from .errors import InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
-from .reducer import watch
+from .promote import promote
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
@@ -25,13 +25,13 @@ from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
     "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
-    "name_of", "promote", "replaced", "tensors_in",
+    "name_of", "replaced", "tensors_in",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
 _PLACE = torch.empty(0)  # stands where a tensor stood
 
-#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.draws.
+#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes, placement). Set by globaltensor.draws.
 RANDOM: list[Callable[..., Any]] = []
 
 
@@ -106,12 +106,18 @@ def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
+def _not_recorded(digest: bytes) -> None:
+    """Of a plan that is part of another one, which is recorded."""
+
+
 class Plan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
-    __slots__ = ("device", "direct", "dtype", "function", "out", "picks", "shape", "usual", "view")
+    __slots__ = ("device", "digest", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
 
     def __init__(self) -> None:
+        self.digest = b""  # of the call, as `record`, which adds it to what this rank has run, takes it
+        self.record: Callable[[bytes], None] = _not_recorded
         self.direct = self.view = False
         self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
         self.picks = False  # a view function that picks from a split dim: the owner contributes it, so the result is a copy
@@ -222,7 +228,7 @@ class Boxed(Plan):
             if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
                 out.append(sharded.gathered(t, src, dst, f"{self.name}: operand {i}"))
                 continue
-            local = t._local if isinstance(t, GlobalTensor) else promote(t, src)
+            local = t._local if isinstance(t, GlobalTensor) else promote(t, src, f"operand {i} of {self.name}")
             # What a view is taken of may be written into.
             out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0))
         return out
@@ -232,7 +238,7 @@ class Boxed(Plan):
         locals_ = self.locals(tensors)
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
-                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, ())
+                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, (), self.src[0].placement)
             result = _elsewhere(self.outs, locals_)
             if self.inplace:
                 if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
@@ -243,7 +249,7 @@ class Boxed(Plan):
             function = self.function or func
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
             if self.coordinates is not None:
-                out = RANDOM[0](function, new_args, new_kwargs, self.coordinates)
+                out = RANDOM[0](function, new_args, new_kwargs, self.coordinates, self.src[0].placement)
             else:
                 out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
             if self.inplace:
@@ -464,34 +470,3 @@ def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: 
         device = world().outside(spec.placement.type) if spec is not None else next((t.device for t in locals_), torch.device("cpu"))
         out.append(_Elsewhere.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
     return out
-
-
-# ---------------------------------------------------------------------------------------------------------------- promotion
-
-
-class _Border(torch.autograd.Function):
-    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not its own share."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.spec = spec
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return box(grads[0], ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
-
-
-def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """A plain tensor among global ones -> the local part of a broadcast one."""
-    graph = tensor.requires_grad and torch.is_grad_enabled()
-    if graph:
-        watch()
-    where = spec.placement.coordinate(world().rank)
-    if where is None:
-        return placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
-    if tensor.device.type != spec.placement.type:
-        tensor = tensor.to(world().device(spec.placement.type))
-    if graph:
-        return _Border.apply(tensor, spec)  # type: ignore[no-any-return]
-    return tensor

@@ -58,13 +58,14 @@ class Spec:
     ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing is 1.
     """
 
-    __slots__ = ("__weakref__", "_boxes", "dtype", "layout", "placement", "sbp", "shape")
+    __slots__ = ("__weakref__", "_boxes", "_text", "dtype", "layout", "placement", "sbp", "shape")
     shape: torch.Size
     dtype: torch.dtype
     placement: Placement
     layout: tuple[Sbp, ...]
     sbp: tuple[Sbp, ...]
     _boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    _text: bytes
     # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and identity is equality.
     _interned: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
 
@@ -88,6 +89,7 @@ class Spec:
             set_(found, "layout", layout)
             set_(found, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
             set_(found, "_boxes", {})
+            set_(found, "_text", b"")
             with _interning:
                 found = cls._interned.setdefault(canonical, found)
         cls._interned[key] = found
@@ -108,6 +110,13 @@ class Spec:
     def plain(self) -> Spec:
         """The spec of the same layout that is shown as it is."""
         return self
+
+    @property
+    def text(self) -> bytes:
+        """The spec and its placement as bytes, the same on every rank."""
+        if not self._text:
+            object.__setattr__(self, "_text", f"{self!r} on {self.placement!r}".encode())
+        return self._text
 
     @property
     def ndim(self) -> int:
@@ -205,6 +214,7 @@ class Stored(Spec):
             set_ = object.__setattr__
             for name in ("shape", "dtype", "placement", "layout", "sbp", "_boxes"):
                 set_(found, name, getattr(spec, name))
+            set_(found, "_text", b"")
             set_(found, "axes", tuple(axes))
             set_(found, "shown", shown)
             with _interning:

@@ -15,12 +15,13 @@ from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
-from .dispatch import HANDLERS, into_plain
+from .dispatch import HANDLERS, into_plain, record
 from .distributed.world import placeholder, world
 from .errors import GlobalTensorError, LocalTensorError, PlacementError, RenamedError, SbpError
 from .moved import MovedView, twin, written
 from .placement import Placement
-from .plans import admit_signs, promote
+from .plans import admit_signs
+from .promote import promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .strides import carry_note, stride
@@ -83,6 +84,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     layout = as_layout(sbp, placement.axes)
     _check_has_values(self, placement)
     spec = gather_specs(self, placement, layout, check_meta)
+    world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if graph:
         reducer.watch()
@@ -294,10 +296,11 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):
         whole = Spec.make(src.shape, src.dtype, self.placement, [broadcast] * self.placement.axes)
-        src = GlobalTensor.wrap(promote(src, whole), whole)
+        src = GlobalTensor.wrap(promote(src, whole, "copy_"), whole)
     if src.shape != self.shape:
         src = src.expand(self.shape)
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
+    record("copy_", self, src)
     self._local.copy_(local, non_blocking)
     return written(self)
 

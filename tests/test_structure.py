@@ -18,11 +18,11 @@ MOST_LINES = 700
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("late",),
+    ("late", "user_code"),
     ("_torch", "errors", "outputs", "buckets", "borrowed", "bodies"),
     ("flats",),
     ("visible",),
-    ("sbp", "placement"),
+    ("sbp", "placement", "tracebacks"),
     ("spec", "owed"),
     ("wrapper",),
 
@@ -32,10 +32,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strides",),
     ("moved",),
     ("rules", "reducer"),
-    ("sharded", "profiling"),
+    ("sharded", "profiling", "promote"),
     ("plans",),
     ("trial",),
     ("dispatch",),
+    ("replicas",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
     ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),

@@ -42,11 +42,11 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         return _differentiable(local, src, dst, grad, why, alias)
     route = plan(src, dst)
     watch(route, why)
-    return _run(route, local, alias)
+    return _run(route, local, alias, why)
 
 
-def _run(route: Plan, local: Tensor, alias: bool) -> Tensor:
-    out = run(route, local)
+def _run(route: Plan, local: Tensor, alias: bool, why: str) -> Tensor:
+    out = run(route, local, why)
     if not alias and out.numel() and storage_key(out) == storage_key(local):
         return out.clone(memory_format=torch.contiguous_format)
     return out
@@ -91,7 +91,7 @@ def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Box
         return _differentiable(gradient, src, dst, None, why, True)
     route = plan(src, dst)
     watch(route, why, logs)
-    return run(route, gradient)
+    return run(route, gradient, why)
 
 
 def _crosses(route: Plan) -> bool:
@@ -122,7 +122,7 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, route: Plan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[Boxing], ...]) -> Tensor:
         ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
-        out = _run(route, local, alias)
+        out = _run(route, local, alias, why)
         ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
         ctx.save_for_backward(out if ctx.away else NOTHING)
         if not alias and out._is_view():  # of the buffer it came in, which nobody else knows: autograd forbids to write into a view made here

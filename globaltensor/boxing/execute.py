@@ -36,19 +36,26 @@ _CARRIERS: Final = {
 }
 
 
-def run(route: Plan, local: Tensor) -> Tensor:
+def run(route: Plan, local: Tensor, why: str = "") -> Tensor:
     """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of both placements must call it.
 
     A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
+    ``why``: the operation that needs it, for errors.
     """
     here = world()
+    if route.bytes and here.compares:
+        here.history(route.places).record(route.digest)
+        here.purpose = why or "to_global", route.src, route.dst
     key = ~here.rank if here.dry or route.src.placement.type == "meta" else here.rank
     program = route.programs.get(key)
     if program is None:
         program = route.programs[key] = _compile(route, here.rank, _STEPS if key == here.rank else _DRY_STEPS)
     local = local.detach()
-    for step in cast("list[Step]", program):
-        local = step(local, here)
+    try:
+        for step in cast("list[Step]", program):
+            local = step(local, here)
+    finally:
+        here.purpose = ""
     return local
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import inf
 
 from ..cluster import Cluster, current_cluster
+from ..distributed.divergence import digest_of
 from ..errors import BoxingError
 from ..sbp import Sbp, broadcast
 from ..spec import Spec
@@ -29,13 +30,22 @@ _Hop = tuple[_State, _State, str, tuple[int, ...], int, float]  # from, to, kind
 class Plan:
     """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for each move."""
 
-    __slots__ = ("bytes", "dst", "moves", "programs", "seconds", "src")
+    __slots__ = ("_digest", "bytes", "dst", "moves", "places", "programs", "seconds", "src")
 
     def __init__(self, src: Spec, dst: Spec, moves: tuple[Move, ...]) -> None:
         self.src, self.dst, self.moves = src, dst, moves
         self.bytes: int = sum(m.bytes for m in moves)
         self.seconds: float = sum(m.seconds for m in moves)
+        self.places = (src.placement,) if src.placement is dst.placement else (src.placement, dst.placement)
+        self._digest = b""
         self.programs: dict[int, object] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
+
+    @property
+    def digest(self) -> bytes:
+        """What ranks record of it, and compare."""
+        if not self._digest:
+            self._digest = digest_of(f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on {self.dst.placement!r}")
+        return self._digest
 
     @property
     def is_noop(self) -> bool:

@@ -8,6 +8,7 @@ reductions happen locally, in rank order, so every rank gets the same bits.
 from __future__ import annotations
 
 import functools
+import hashlib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import DivergenceError
 from ..spec import pieces
+from .divergence import History, Report, describe
 
 if TYPE_CHECKING:
     from .world import World
@@ -164,6 +167,14 @@ class Comm(ABC):
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world, self.ranks, self.size = world, ranks, len(ranks)
         self.index = ranks.index(world.rank)
+        self.begin_digests()
+
+    def begin_digests(self) -> None:
+        """Forget what was compared up to now."""
+        self._log = hashlib.blake2b(digest_size=8)  # of the collectives, each with what was run before it
+        self._histories: list[History] = []
+        self._known_histories = self._collectives = 0
+        self._digest = b""  # of the last one
 
     @abstractmethod
     def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
@@ -176,8 +187,11 @@ class Comm(ABC):
         """Every rank's (picklable) value, in the order of ``ranks``."""
         if self.size == 1:
             return [value]
-        if self.world.pace is not None:
-            self.world.pace.meet(self, "all_gather_object")
+        self._enter("all_gather_object", torch.uint8, _CPU)
+        return self.all_gather_unchecked(value)
+
+    def all_gather_unchecked(self, value: object) -> list[Any]:
+        """The same, while what the ranks do is being compared: without comparing it again."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         numels = [int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)]
         return [pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)]
@@ -185,16 +199,56 @@ class Comm(ABC):
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         if self.size > 1:
-            if self.world.pace is not None:
-                self.world.pace.meet(self, "barrier")
+            self._enter("barrier", torch.uint8, _CPU)
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
-    def _note(self, kind: str, nbytes: int) -> None:
-        trace, pace = self.world.trace, self.world.pace
-        if pace is not None:
-            pace.meet(self, kind)
+    def compare_plain(self, digest: Tensor, text: str, purpose: str) -> None:
+        """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike. Raises DivergenceError, on every rank, if they differ."""
+        self.world.plain, self.world.purpose = text, purpose
+        self._enter("comparison of a plain tensor", torch.int64, _CPU)
+        parts = self._all_gather_parts(digest, [digest.numel()] * self.size)
+        if not all(torch.equal(part, digest) for part in parts):
+            raise self._diverged(self.all_gather_unchecked)
+        self.world.plain = self.world.purpose = ""
+
+    def _note(self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
+        self._enter(kind, dtype, device, op)
+        trace = self.world.trace
         if trace is not None:
             trace.append(Traffic(kind, self.ranks, nbytes))
+
+    # Comparing what ranks do
+
+    def _enter(self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
+        """A collective begins: let its digest be compared, and under flow.guard its operations too. Raises DivergenceError."""
+        world = self.world
+        if world.pace is not None:
+            world.pace.meet(self, kind)
+        if world.compares and self.size > 1:
+            self._digest = self._next_digest(kind, dtype, op)
+            world.kind = kind
+            self._compare(device)
+
+    def _next_digest(self, kind: str, dtype: torch.dtype | None, op: str) -> bytes:
+        if self._known_histories != len(self.world.histories):
+            ranks = frozenset(self.ranks)
+            self._histories = [h for h in self.world.histories.values() if ranks <= h.ranks]
+            self._known_histories = len(self.world.histories)
+        self._collectives += 1
+        self._log.update(b"".join([_label(kind, dtype, op), *[h.digest() for h in self._histories]]))
+        return self._log.digest()
+
+    def _compare(self, device: torch.device) -> None:
+        """Compare the digest with that of the other ranks, where the data does not carry it."""
+        return None
+
+    def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> DivergenceError:
+        """Return the error of ranks whose digests differ. ``exchange``: gives every rank's object to all."""
+        world = self.world
+        report = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories)
+        reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
+        world.forget()
+        return DivergenceError(describe(sorted(reports, key=lambda r: r.rank)))
 
     # Reductions
 
@@ -203,13 +257,13 @@ class Comm(ABC):
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         flat = flatten(t)
-        self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size))
+        self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
         return self._all_reduce(flat, op).view(t.shape)
 
     def all_reduce_async(self, flat: Tensor, op: str = "sum") -> Handle:
         """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of the handle returns."""
         if self.size > 1 and flat.numel():
-            self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size))
+            self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
             return self._all_reduce_async(flat, op)
         return Done()
 
@@ -220,7 +274,7 @@ class Comm(ABC):
             return mine.detach().clone()
         sends = [flatten(c) for c in chunks]
         total = sum(c.nbytes for c in sends)
-        self._note("reduce_scatter", total - total // self.size)
+        self._note("reduce_scatter", total - total // self.size, mine.dtype, mine.device, op)
         return self._reduce_scatter(sends, op).view(mine.shape)
 
     def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> Scattered:
@@ -229,7 +283,7 @@ class Comm(ABC):
         if self.size == 1:
             return Scattered(value=chunks[0].detach().clone())
         total = sum(c.nbytes for c in chunks)
-        self._note("reduce_scatter", total - total // self.size)
+        self._note("reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op)
         return self._reduce_scatter_async([c.detach() for c in chunks], op)
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
@@ -271,7 +325,7 @@ class Comm(ABC):
         if self.size == 1:
             return [flat.clone() if fresh else flat]
         total = sum(numels) * flat.itemsize
-        self._note("all_gather", total - total // self.size)
+        self._note("all_gather", total - total // self.size, flat.dtype, flat.device)
         parts = self._all_gather_parts(flat, numels)
         if fresh:
             parts[self.index] = flat.clone()
@@ -289,7 +343,7 @@ class Comm(ABC):
         if self.size == 1:
             out.copy_(flat)
             return
-        self._note("all_gather", out.nbytes - out.nbytes // self.size)
+        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
         self._all_gather(flat, numels, out)
 
     def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -298,7 +352,7 @@ class Comm(ABC):
         if self.size == 1:
             out.copy_(flat)
             return Done()
-        self._note("all_gather", out.nbytes - out.nbytes // self.size)
+        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
         return self._all_gather_async(flat, numels, out)
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -318,7 +372,7 @@ class Comm(ABC):
         flats = [flatten(s) for s in sends]
         own = flats[self.index]
         if self.size > 1:
-            self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes)
+            self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device)
         parts = self._all_to_all_parts(flats, numels, longest)
         if fresh:
             parts[self.index] = own.clone()
@@ -338,7 +392,7 @@ class Comm(ABC):
             out.copy_(flats[0])
             return
         total = sum(f.nbytes for f in flats)
-        self._note("all_to_all", total - flats[self.index].nbytes)
+        self._note("all_to_all", total - flats[self.index].nbytes, out.dtype, out.device)
         self._all_to_all(flats, numels, out, longest)
 
     def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
@@ -350,7 +404,7 @@ class Comm(ABC):
         """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and dtype."""
         if self.size == 1 or not t.numel():
             return t.detach().clone()
-        self._note("broadcast", t.nbytes)
+        self._note("broadcast", t.nbytes, t.dtype, t.device)
         flat = flatten(t).clone() if self.index == src else torch.empty(t.numel(), dtype=t.dtype, device=t.device)
         self._broadcast(flat, src)
         return flat.view(t.shape)
@@ -374,7 +428,7 @@ class Comm(ABC):
         """The same beside the computation, with other ranks only; what is sent must be left alone until ``wait()`` of the handle returns the parts."""
         flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
-        self._note("exchange", sum(f.nbytes for f in flats.values()))
+        self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
         if self.size == 1:
             return Exchange(Done(), recvs)
         into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
@@ -387,7 +441,7 @@ class Comm(ABC):
     def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
         """The same, into the given flat contiguous tensors."""
         flats = {i: flatten(s) for i, s in sends.items()}
-        self._note("exchange", sum(f.nbytes for i, f in flats.items() if i != self.index))
+        self._note("exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device)
         local = (recvs[self.index], flats[self.index]) if self.index in recvs else None
         self._swap_flat({i: f for i, f in flats.items() if i != self.index}, {i: r for i, r in recvs.items() if i != self.index}, device, local)
 
@@ -396,6 +450,15 @@ class Comm(ABC):
             self._swap({i: as_bytes(s) for i, s in sends.items() if s.numel()}, {i: as_bytes(r) for i, r in recvs.items() if r.numel()}, device)
         if local is not None:
             local[0].copy_(local[1])
+
+
+_CPU: Final = torch.device("cpu")
+
+
+@functools.cache
+def _label(kind: str, dtype: torch.dtype | None, op: str) -> bytes:
+    """What is recorded of a collective."""
+    return f"{kind} {dtype} {op}".encode()
 
 
 class Message(Protocol):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 from .parcel import Parcel, pack, save, unpack
-from .world import reset_world
+from .world import ProcessWorld, reset_world, running
 
 __all__ = ["Call", "Failure", "end_with", "main"]
 
@@ -57,6 +57,9 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
     _tell_where_when_asked(folder / f"stack.{rank}")
     try:
         result = _answer(folder, rank)
+        here = running()
+        if isinstance(here, ProcessWorld):
+            here.check_end()
     except BaseException as error:  # whatever it is, who called run is told
         _write(Failure(time.time(), _traceback(error), _sendable(error)), folder / f"failure.{rank}")
         # No farewell: what is left of the world may wait for ever for ranks that wait for this one.

@@ -32,7 +32,9 @@ _FILE: Final = 64 << 20  # bytes of a memory file, which takes only as many as w
 _LEAST: Final = 4 << 10  # bytes of a block; all have a power of two
 _HEAD: Final = 64  # bytes at the start of a block, one for each who reads it, 1 where that is done; also what parts are aligned to
 _UNREAD: Final = 256 << 20  # so many bytes that are not yet read may lie there before one who can wait does
-_NOTE: Final = struct.Struct("<QQIIQQ")  # topic, number, file, where in it the reader says that it is done, where the part is, its bytes
+#: Topic, number, digest of what the part belongs to, file, where in it the reader says that it is done, where the part is, its bytes.
+_NOTE: Final = struct.Struct("<QQ8sIIQQ")
+_REPORTS, _LAST_WORDS = (1 << 64) - 1, (1 << 64) - 2  # topics: what a rank says of itself when ranks have diverged, and when it ends
 _HELLO: Final = struct.Struct("<II")  # rank, and what the connection is for
 _NOTES, _FILES = 0, 1
 _SLICE: Final = 0.05  # seconds between looks at what another thread may have heard
@@ -141,10 +143,10 @@ class _Arena:
 
 
 class Part:
-    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``."""
+    """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``; and the digest of what it belongs to."""
 
-    def __init__(self, file: _File, mark: int, start: int, nbytes: int) -> None:
-        self.data = file.part(start, nbytes)
+    def __init__(self, file: _File, mark: int, start: int, nbytes: int, digest: bytes) -> None:
+        self.data, self.digest = file.part(start, nbytes), digest
         self._file, self._mark = file, mark
 
     def done(self) -> None:
@@ -162,6 +164,7 @@ class _Peer:
         self.told = 0  # how many of this rank's files it has
         self.rest = b""
         self.left = False
+        self.reports = 0  # of its, that were read
 
     def close(self) -> None:
         for end in (self.notes, self.descriptors):
@@ -177,7 +180,8 @@ class Neighbours:
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
-        self._here: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._here: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
+        self._reports = 0  # of this rank, that were sent
         self._unwanted: set[tuple[int, int, int]] = set()
         self._lock = threading.RLock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -241,8 +245,11 @@ class Neighbours:
 
     # Leaving
 
-    def leave(self, topic: int, number: int, parts: Sequence[tuple[Tensor, Sequence[int]]], patient: bool = False) -> None:
-        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not. Raises Gone."""
+    def leave(
+        self, topic: int, number: int, parts: Sequence[tuple[Tensor, Sequence[int]]], patient: bool = False, digest: bytes = b""
+    ) -> None:
+        """Leave flat bytes for the ranks named with them. ``patient``: where much is unread already, first wait until it is not. ``digest``: 8 bytes that go
+        with them. Raises Gone."""
         total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
         with self._lock:
             if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
@@ -254,7 +261,7 @@ class Neighbours:
                 n = data.numel()
                 block.file.part(at, n).copy_(data)
                 for rank in ranks:
-                    told.append((rank, _NOTE.pack(topic, number, block.number, mark, at, n)))
+                    told.append((rank, _NOTE.pack(topic, number, digest, block.number, mark, at, n)))
                     mark += 1
                 at += -(-n // _HEAD) * _HEAD
             with _BARRIER:
@@ -298,16 +305,56 @@ class Neighbours:
                 self._hear(rank, peer)
         return wanted in self._here or peer.left
 
-    def find(self, rank: int, topic: int, number: int, nbytes: int, seconds: Callable[[], float]) -> Part:
-        """What ``rank`` leaves; waits until it is there. Raises Gone where it is of another size, or does not come within so many seconds."""
+    def find(self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]) -> Part:
+        """Return what ``rank`` leaves; wait until it is there. Raises Gone if it has not ``nbytes``, where these are given, or does not come in that time."""
         wanted = rank, topic, number
         found = self._here.pop(wanted, None)
         if found is None:
             found = self._await(wanted, seconds)
-        file, mark, start, size = found
-        if size != nbytes:
+        digest, file, mark, start, size = found
+        if nbytes is not None and size != nbytes:
             raise Gone(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
-        return Part(self._file(rank, file), mark, start, size)
+        return Part(self._file(rank, file), mark, start, size, digest)
+
+    # Reports
+
+    def last_words(self, data: bytes) -> dict[int, bytes]:
+        """Leave what this rank says when it ends; return what those said that have ended before. Waits for nobody."""
+        self._leave_for_all(_LAST_WORDS, 0, data)
+        with self._lock:
+            self._hear_all()
+        return {rank: self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes() for rank in self._peers if (rank, _LAST_WORDS, 0) in self._here}
+
+    def _leave_for_all(self, topic: int, number: int, data: bytes) -> None:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for rank, peer in list(self._peers.items()):
+            if not peer.left:
+                with contextlib.suppress(Gone):
+                    self.leave(topic, number, [(flat, [rank])])
+
+    def report(self, data: bytes) -> None:
+        """Leave a report of this rank for each rank that is connected with it. Those that have gone get none."""
+        self._leave_for_all(_REPORTS, self._reports, data)
+        self._reports += 1
+
+    def has_report(self, rank: int) -> bool:
+        """Return True if a report of that rank is here to be read."""
+        peer = self._peers.get(rank)
+        return peer is not None and (rank, _REPORTS, peer.reports) in self._here
+
+    def read_report(self, rank: int, seconds: float) -> bytes:
+        """Return the next report of a rank; nothing where it does not come in that time."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            return b""
+        try:
+            part = self.find(rank, _REPORTS, peer.reports, None, lambda: seconds)
+        except Gone:
+            return b""
+        peer.reports += 1
+        data: bytes = part.data.numpy().tobytes()
+        part.done()
+        return data
 
     def forget(self, rank: int, topic: int, number: int) -> None:
         """Nobody will read that."""
@@ -317,9 +364,9 @@ class Neighbours:
             if found is None:
                 self._unwanted.add(wanted)
             elif not self._peers[rank].left:
-                self._file(rank, found[0]).read(found[1])
+                self._file(rank, found[1]).read(found[2])
 
-    def _await(self, wanted: tuple[int, int, int], seconds: Callable[[], float]) -> tuple[int, int, int, int]:
+    def _await(self, wanted: tuple[int, int, int], seconds: Callable[[], float]) -> tuple[bytes, int, int, int, int]:
         rank = wanted[0]
         peer, looks, end = self._peers[rank], 0, 0.0
         while True:
@@ -362,13 +409,13 @@ class Neighbours:
         heard = peer.rest + heard
         whole = len(heard) // _NOTE.size * _NOTE.size
         peer.rest = heard[whole:]
-        for topic, number, file, mark, start, size in _NOTE.iter_unpack(heard[:whole]):
+        for topic, number, digest, file, mark, start, size in _NOTE.iter_unpack(heard[:whole]):
             name = rank, topic, number
             if name in self._unwanted:
                 self._unwanted.discard(name)
                 self._file(rank, file).read(mark)
             else:
-                self._here[name] = file, mark, start, size
+                self._here[name] = digest, file, mark, start, size
 
     def _file(self, rank: int, number: int) -> _File:
         peer = self._peers[rank]

@@ -9,6 +9,7 @@ machine wakes sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quarti
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError
+from ..user_code import user_line
 from .comm import Comm, Handle, Scattered, as_bytes, combine
+from .divergence import READING, READING_ADVICE, due, spelled
 from .world import ProcessWorld
 
 __all__ = ["MessageComm", "ProcessComm"]
@@ -33,6 +36,7 @@ _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to
 _TOLD: Final = 1 << 17
 _SWAPPED: Final = 3 << 20
 _TO_ALL: Final = 4  # up to so many ranks on MPI an all-to-all, mostly of nothing, is quicker than messages each of its own
+_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")  # the line of gloo's source where an error came up
 _LONGEST: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -76,8 +80,13 @@ class MessageComm(Comm):
 
     def broken(self, what: str, error: Exception) -> WorldError:
         """The error for a failed collective."""
-        told = f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {error}"
-        return WorldError(f"{told}; a rank has died, hangs, or did something else (flow.guard() says which)")
+        purpose = spelled(self.world.purpose)
+        why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
+        told = f"rank {self.world.rank}: {what} among ranks {list(self.ranks)} failed: {why}; a rank has died, hangs, or did something else"
+        if purpose.startswith(READING):
+            reads = f"rank {self.world.rank} reads the value of a global tensor here, and other ranks do not"
+            return WorldError(f"{user_line()}\n{reads}. {READING_ADVICE}\n({told})")
+        return WorldError(f"{told} (flow.guard() says which)")
 
 
 class _Messages:
@@ -113,6 +122,17 @@ class ProcessComm(MessageComm):
     def group(self) -> dist.ProcessGroup:
         """The torch group of these ranks."""
         return self.world.group(self._sorted)
+
+    def _compare(self, device: torch.device) -> None:
+        if due(self._collectives):
+            mine = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
+            found = torch.empty(self.size, dtype=torch.int64)
+            try:
+                dist.all_to_all_single(found, mine.repeat(self.size), group=self.group)
+            except RuntimeError as error:
+                raise self.broken("a comparison of what the ranks do", error) from error
+            if bool((found != mine).any()):
+                raise self._diverged(self.all_gather_unchecked)
 
     def _native(self, device: torch.device) -> bool:
         """Whether torch's own collectives serve this device better than messages do."""

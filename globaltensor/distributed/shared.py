@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..errors import WorldError
 from .comm import Handle, Scattered, as_bytes, combine
 from .neighbours import Gone, Neighbours, Part, host
 from .process import MessageComm, ProcessComm
@@ -25,6 +26,7 @@ _MANY: Final = 16  # ranks; each reads what every other has left
 _PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
 _AHEAD: Final = 1 << 27  # bytes of a collective under way, all of which lie there until it is waited for
 _READ: Final = 1 << 23  # bytes of others up to which each rank adds up all of an all-reduce
+_REPORT_SECONDS: Final = 5.0  # that a rank waits for what another says of itself when they have diverged
 _PLACE: Final = 512  # bytes in which a rank says where it is
 
 #: Flat bytes, and the indexes of those who get them.
@@ -67,15 +69,35 @@ class SharedComm(ProcessComm):
 
     def _leave(self, near: Neighbours, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
         try:
-            near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient)
+            near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient, self._digest)
         except Gone as error:
-            raise self.broken("a collective", error) from error
+            raise self._gone(near, error) from error
 
-    def _find(self, near: Neighbours, number: int, i: int, nbytes: int) -> Part:
+    def _find(self, near: Neighbours, number: int, i: int, nbytes: int, digest: bytes) -> Part:
         try:
-            return near.find(self.ranks[i], self._topic, number, nbytes, self.world.patience)
+            part = near.find(self.ranks[i], self._topic, number, None, self.world.patience)
         except Gone as error:
-            raise self.broken("a collective", error) from error
+            raise self._gone(near, error) from error
+        if part.digest != digest:
+            raise self._diverged(lambda data: self._reports(near, data))
+        if part.data.numel() != nbytes:
+            sent = f"rank {self.ranks[i]} has sent {part.data.numel()} bytes where {nbytes} were expected"
+            raise self.broken("a collective", Gone(f"{sent}: the ranks do different things"))
+        return part
+
+    def _reports(self, near: Neighbours, data: bytes) -> list[bytes]:
+        near.report(data)
+        return [data if i == self.index else near.read_report(rank, _REPORT_SECONDS) for i, rank in enumerate(self.ranks)]
+
+    def _gone(self, near: Neighbours, error: Gone) -> WorldError:
+        """The error where another rank does not come any more: it may have said why."""
+        if self.world.compares and any(near.has_report(rank) for rank in self.ranks if rank != self.world.rank):
+            return self._diverged(lambda data: self._reports(near, data))
+        return self.broken("a collective", error)
+
+    def _compare(self, device: torch.device) -> None:
+        if self.near(device) is None:
+            super()._compare(device)  # else the notes carry the digest
 
     def _next(self) -> int:
         self._number += 1
@@ -91,7 +113,7 @@ class SharedComm(ProcessComm):
             for i, out in recvs.items():
                 if out.numel() > at:
                     piece = out[at : at + _PIECE]
-                    part = self._find(near, number + k, i, piece.numel())
+                    part = self._find(near, number + k, i, piece.numel(), self._digest)
                     piece.copy_(part.data)
                     part.done()
 
@@ -111,7 +133,7 @@ class SharedComm(ProcessComm):
                 self._add(near, number + k, mine[at : at + step], op, out[at : at + step])
 
     def _add(self, near: Neighbours, number: int, mine: Tensor, op: str, out: Tensor) -> None:
-        found = {i: self._find(near, number, i, mine.nbytes) for i in self._others}
+        found = {i: self._find(near, number, i, mine.nbytes, self._digest) for i in self._others}
         parts = [mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)]
         _combine_into(parts, op, out)
         for part in found.values():
@@ -261,11 +283,12 @@ class _Ahead:
 
     def __init__(self, comm: SharedComm, near: Neighbours, number: int, there: Sequence[tuple[int, int]], read: Callable[[Sequence[Part]], None]) -> None:
         self._comm, self._near, self._number, self._there, self._read = comm, near, number, list(there), read
+        self._digest = comm._digest
 
     def wait(self) -> None:
         found = []
         while self._there:
-            found.append(self._comm._find(self._near, self._number, *self._there[0]))
+            found.append(self._comm._find(self._near, self._number, *self._there[0], self._digest))
             del self._there[0]
         if found:
             self._read(found)

@@ -134,8 +134,20 @@ class _SimulatedComm(Comm):
         super().__init__(world, ranks)
         self._meeting = world.hall.meeting(ranks)
         self._turn = 0
+        self._announced = False  # whether the next meeting is the first one of a collective
+
+    def _compare(self, device: torch.device) -> None:
+        self._announced = True
 
     def _meet(self, value: object) -> list[Any]:
+        """Every rank's value. The first meeting of a collective compares its digest as well."""
+        announced, self._announced = self._announced, False
+        found = self._exchange((self._digest if announced else b"", value))
+        if any(digest != found[0][0] for digest, _ in found):
+            raise self._diverged(self._exchange)
+        return [value for _, value in found]
+
+    def _exchange(self, value: object) -> list[Any]:
         meeting, self._turn = self._meeting, 1 - self._turn
         slots = meeting.slots[self._turn]
         slots[self.index] = value
@@ -152,7 +164,7 @@ class _SimulatedComm(Comm):
         for i, r in recvs.items():
             r.copy_(everyone[i][self.index])
 
-    def all_gather_object(self, value: object) -> list[Any]:
+    def all_gather_unchecked(self, value: object) -> list[Any]:
         return self._meet(value)
 
 
@@ -210,6 +222,7 @@ class SimulatedWorld(World):
 
     def __init__(self, rank: int, hall: _Hall, devices: Mapping[str, str]) -> None:
         super().__init__(rank, hall.size, rank, 1)
+        self.compares = hall.size > 1
         self.hall, self.devices = hall, devices
 
     def device(self, type: str) -> torch.device:

@@ -6,10 +6,13 @@ It starts by itself, at first use, from the variables torchrun and other launche
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import WorldError
+from ..errors import DivergenceError, WorldError
+from ..placement import Placement
 from ..spec import Spec
 from .backends import choose, lacking, prepare
 from .comm import Channel, Comm, Traffic
 from .detect import Detected, detect
+from .divergence import History, Purpose, differs_at_end, end_record
 from .interface import advice, lead_gloo
 from .meet import meet
 from .neighbours import Neighbours
@@ -29,6 +34,9 @@ from .neighbours import Neighbours
 __all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 
 _TIMEOUT_SECONDS = 600.0
+_ENDED = "globaltensor_ended"  # where in the store a rank leaves what it has run
+_STORE_SECONDS = 5.0
+_LINGER_SECONDS = 2.0  # that the rank which serves the store waits for others that end at about the same time
 _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL when the interpreter ends
 
 
@@ -36,6 +44,9 @@ class World(ABC):
     """The ranks of a job, seen by one of them. ``nodes`` counts machines; ``trace`` is where collectives are recorded, if anywhere."""
 
     dry = False  # whether nothing is sent, and of what would come only the shape is asked for: what takes many rounds may leave them out
+    compares = False  # whether each collective compares what the ranks have run up to it (divergence.py)
+    kind = plain = ""  # what the collective is that this rank is in, and which plain tensor is compared there: for errors
+    purpose: Purpose = ""  # and what it is for
     pace: Any = None  # what compares this rank's ops with those of the others (globaltensor.pace), if anything
     reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
 
@@ -45,6 +56,37 @@ class World(ABC):
         self._comms: dict[tuple[int, ...], Comm] = {}
         self._outside: dict[str, torch.device] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
+        self.histories: dict[tuple[int, ...], History] = {}  # by the ranks they are of, sorted
+        self._histories_of: dict[Any, History] = {}
+        self.plain_places: dict[Any, list[int]] = {}  # where the program uses plain tensors with global ones: how often, and when to compare next (promote.py)
+
+    def history(self, placements: tuple[Placement, ...]) -> History:
+        """Return what this rank has run on tensors of these placements together."""
+        found = self._histories_of.get(placements)
+        if found is None:
+            ranks = tuple(sorted({r for p in placements for r in p.flat}))
+            if not self.compares:
+                return _IGNORED
+            found = self._histories_of[placements] = self.histories.setdefault(ranks, History(ranks))
+        return found
+
+    def history_of_all(self) -> History:
+        """Return what this rank has run of what all ranks run."""
+        if not self.compares:
+            return _IGNORED
+        ranks = tuple(range(self.size))
+        return self.histories.setdefault(ranks, History(ranks))
+
+    def forget(self) -> None:
+        """Begin the digests of what was run anew. All ranks do so at the same point: after they have diverged, the program may go on."""
+        self.histories.clear()
+        self._histories_of.clear()
+        self.plain_places.clear()
+        self.kind = self.plain = self.purpose = ""
+        for comm in self._comms.values():
+            comm.begin_digests()
+        for forgotten in ON_FORGET:
+            forgotten()
 
     def comm(self, ranks: tuple[int, ...]) -> Comm:
         """The communicator of these ranks, in this order; this rank must be one of them. Raises WorldError."""
@@ -118,6 +160,11 @@ class World(ABC):
         self._channels.clear()
 
 
+_IGNORED = History.ignored()
+#: Called when a world forgets its histories: whoever keeps a function that records into one has to ask for another.
+ON_FORGET: list[Callable[[], None]] = []
+
+
 class Closable(Protocol):
     """Something a world lets go of when it ends."""
 
@@ -129,16 +176,19 @@ class ProcessWorld(World):
 
     def __init__(self, rank: int, size: int, local_rank: int, nodes: int, owned: bool) -> None:
         super().__init__(rank, size, local_rank, nodes)
+        self.compares = size > 1
         self.owned = owned  # closing it ends torch's process group
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
         self.neighbours: Neighbours | None = None  # those of this host, once they have met
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}  # of the device types that have one of their own, gloo aside
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.store: Any = None  # by which the ranks have met
         self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
             self.carrier = _carrier()
+            self.store = _torch.default_store() if size > 1 else None
             self.backend = str(dist.get_backend_config(self.carrier))
             self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo"))
 
@@ -179,8 +229,36 @@ class ProcessWorld(World):
             self._groups[ranks] = found
         return found
 
+    def check_end(self, failed: bool = False) -> None:
+        """Compare what this rank has run with the ranks that have ended already, when its program ends: the last one to end compares all. Waits for nobody,
+        but for a moment where this process serves the store in which the others leave their records. Raises DivergenceError."""
+        if not self.compares or self.store is None or not self.histories:
+            return
+        record = end_record(self.histories, failed)
+        records = {self.rank: record}
+        if self.neighbours is not None:
+            records |= self.neighbours.last_words(record)
+        if set(records) < set(range(self.size)):
+            with contextlib.suppress(RuntimeError):  # who served the store has gone
+                records |= self._records(record)
+        if text := differs_at_end(self.rank, records):
+            raise DivergenceError(text)
+
+    def _records(self, record: bytes) -> dict[int, bytes]:
+        """Leave this rank's record in the store; return those that are there."""
+        self.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self.store.set(f"{_ENDED}/{self.rank}", record)
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        until = time.monotonic() + (_LINGER_SECONDS if serves else 0.0)
+        while True:
+            there = [r for r in range(self.size) if r == self.rank or self.store.check([f"{_ENDED}/{r}"])]
+            if len(there) == self.size or time.monotonic() > until:
+                return {r: self.store.get(f"{_ENDED}/{r}") for r in there}
+            time.sleep(0.01)
+
     def close(self) -> None:
         super().close()
+        self.store = None
         self._groups.clear()
         if self.background is not None:
             self.background.close()
@@ -255,6 +333,8 @@ def reset_world() -> None:
     found, _Current.world = _Current.world, None
     if found is not None:
         found.close()
+        for forgotten in ON_FORGET:
+            forgotten()
 
 
 def _leave() -> None:
@@ -263,9 +343,20 @@ def _leave() -> None:
     They take the GIL to let go of a collective's tensors; one that asks for it once the interpreter is ending aborts the process.
     """
     joined = _Current.joined or (dist.is_available() and dist.is_initialized())
+    found, diverged = _Current.world, ""
+    if isinstance(found, ProcessWorld):
+        try:
+            found.check_end(failed=hasattr(sys, "last_value"))
+        except DivergenceError as error:
+            diverged = f"{type(error).__name__}: {error}\n"
     reset_world()
     if joined:
         time.sleep(_LAST_MOMENT)
+    if diverged:  # an exception that is raised here would leave the exit code 0
+        sys.stdout.flush()
+        sys.stderr.write(diverged)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def timeout() -> timedelta:

@@ -17,8 +17,10 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .. import flats
+from ..distributed.divergence import digest_of
 from ..distributed.world import world
 from ..placement import Placement
+from ..promote import check_replicated
 from ..reducer import reducer
 from ..spec import layout_on
 from ..wrapper import GlobalTensor
@@ -64,6 +66,7 @@ class Built:
 
     def __init__(self, captured: Captured, program: Program | None, staged: Staged | None) -> None:
         self.captured, self.program, self.staged = captured, program, staged
+        self.digest = b""  # by which ranks compare that they call it
         self.searched: Any = None  # the plan that a search has found for it
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
@@ -266,14 +269,25 @@ class Graph:
             agree(self.name, Text(settings(self, ())))  # before anything is done by them
         self._attach()
         args, kwargs = self._brought(args, kwargs)
+        self._check_inputs(args, kwargs)
         cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
         built = self._for(*micros[0], len(micros))
+        world().history_of_all().record(built.digest)
         if built.staged is not None:
             built.staged.pipeline.trace = self.config.timeline
         with torch.set_grad_enabled(self.training):
             outs = self._step(built, micros) if self.training else built.run(list(map(_inputs, micros)), 1.0, False)
         return cutting.join(outs)
+
+    def _check_inputs(self, args: Any, kwargs: Any) -> None:
+        """Plain inputs of a graph of global tensors count as the same on every rank."""
+        given = tensors_in(kwargs, tensors_in(args, []))
+        here = world()
+        if here.compares and any(isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)):
+            for i, t in enumerate(given):
+                if not isinstance(t, GlobalTensor):
+                    check_replicated(t, range(here.size), f"input {i} of {self.name}", place=(self.name, i))
 
     def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""
@@ -378,16 +392,21 @@ class Graph:
         return found
 
     def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
+        texts: list[str] = []
+
         def once() -> tuple[tuple[Captured, Sequence[Placement]], Text]:
             with torch.set_grad_enabled(self.training):
                 captured = self._captured(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
-                return (captured, stages), Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
+                text = Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
+                texts[:] = [*text.settings, *text.ops]
+                return (captured, stages), text
 
         captured, stages = agreed(self.name, once, f"{self.name} was captured")
         built = agreed(self.name, lambda: (self._programs(captured, stages, args, kwargs, micros), None))
         built.searched = None if self._arranged is None else self._arranged.searched
+        built.digest = digest_of("\n".join(texts))
         self.__dict__["_last"] = built
         self._debug.log(self, captured, built.module)
         return built

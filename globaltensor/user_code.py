@@ -1,0 +1,73 @@
+"""Find the user's line: the innermost frame outside this library and torch."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["PACKAGE_ROOT", "caller_frame", "is_user_code", "user_frame", "user_line"]
+
+#: The folder of this package.
+PACKAGE_ROOT = Path(__file__).parent
+_MAX_KNOWN = 1 << 14
+_OURS, _LIBRARY, _USER = range(3)
+_FOLDERS = tuple(
+    (str(folder) + os.sep, owner)
+    for folder, owner in (
+        (PACKAGE_ROOT, _OURS),
+        (Path(torch.__file__).parent, _LIBRARY),
+        *((sysconfig.get_path(name), _LIBRARY) for name in ("purelib", "platlib", "stdlib")),
+    )
+)
+_GENERATED = ("<frozen", "<eval_with_key>", "<attrs", "<__array_function__")  # code that no file holds, and that no user has written
+_known: dict[CodeType, int] = {}
+
+
+def _owner(code: CodeType) -> int:
+    """Return whose code it is: of this library, of another one (installed packages, the standard library), or of the user."""
+    found = _known.get(code)
+    if found is None:
+        if len(_known) > _MAX_KNOWN:
+            _known.clear()
+        name = code.co_filename
+        found = _LIBRARY if name.startswith(_GENERATED) else next((owner for folder, owner in _FOLDERS if name.startswith(folder)), _USER)
+        _known[code] = found
+    return found
+
+
+def is_user_code(code: CodeType) -> bool:
+    """Return True if the code is the user's, not that of an installed package or of the standard library."""
+    return _owner(code) == _USER
+
+
+def caller_frame() -> FrameType | None:
+    """Return the innermost frame outside this library: the user's, or of another library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _owner(frame.f_code) == _OURS:
+        frame = frame.f_back
+    return frame
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost frame of the user's own code; of another library's where there is none, and None in a thread of torch's."""
+    frame = found = caller_frame()
+    while frame is not None:
+        if _owner(frame.f_code) == _USER:
+            return frame
+        frame = frame.f_back
+    return found
+
+
+def user_line() -> str:
+    """Return the user's line as ``train.py:12: loss = model(x)``."""
+    frame = user_frame()
+    if frame is None:
+        return "a thread of torch"
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:80]}"

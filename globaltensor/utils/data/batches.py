@@ -1,0 +1,107 @@
+"""Make global batches of the batches that each rank's own loader gives: the habit from DistributedDataParallel, said out loud."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...convert import check_placement, spec_of
+from ...distributed.world import placeholder, world
+from ...errors import GlobalTensorError, SbpError
+from ...placement import Placement
+from ...plans import replaced, tensors_in
+from ...promote import check_replicated
+from ...sbp import Sbp, as_layout, broadcast, split
+from ...wrapper import GlobalTensor
+
+__all__ = ["GlobalBatches"]
+
+_END = object()
+#: What a rank tells the others of its batch: its structure, and shape and dtype of each tensor; None: its loader has ended.
+_Told = tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]
+
+
+class GlobalBatches:
+    """An iterable of global batches, of which each rank's own ``loader`` gives the rows of that rank.
+
+    For a loader that reads other rows on every rank, such as ``DataLoader(dataset, 8, sampler=DistributedSampler(dataset))``: 8 rows a rank become a batch of
+    8 x ranks. Tensors of the batch [rows, ...] are joined along the dims that ``sbp`` splits (``split(0)`` if not given, on one axis). Tensors that have no
+    such dim, and all along a broadcast axis, are the same on every rank. Batches may nest dicts, lists and tuples; what is no tensor stays each rank's own.
+    ``placement``: all ranks' CPUs if not given; ranks outside it iterate, too, and their loader is not asked.
+    ``uneven``: what happens if a loader ends before the others: ``"error"``, or ``"stop"``, which leaves the rest of the others unread.
+    `GlobalDataLoader` reads the rows of one device's batches instead.
+
+    Iterating is collective. It raises, on every rank, GlobalTensorError if a loader ends early, ShapeError if rows are not balanced (of n rows over p ranks the
+    first n mod p hold one more), and DivergenceError if ranks that are to read the same rows do not.
+
+    >>> import globaltensor as flow
+    >>> rows = torch.utils.data.DataLoader(torch.arange(6.).view(6, 1), batch_size=3)
+    >>> [batch.shape for batch in GlobalBatches(rows, flow.placement("cpu", [0]))]
+    [torch.Size([3, 1]), torch.Size([3, 1])]
+    """
+
+    def __init__(self, loader: Iterable[Any], placement: Placement | None = None, sbp: Any = None, *, uneven: str = "error") -> None:
+        self.loader, self.uneven = loader, uneven
+        self.placement = Placement.all("cpu") if placement is None else placement
+        check_placement(self.placement)
+        if uneven not in ("error", "stop"):
+            raise GlobalTensorError(f'GlobalBatches: uneven is "error" or "stop", not {uneven!r}')
+        if sbp is None and self.placement.axes > 1:
+            raise SbpError(f"GlobalBatches: the placement has {self.placement.axes} axes: give sbp with one entry for each, such as [split(0), broadcast]")
+        self.layout = as_layout(split(0) if sbp is None else sbp, self.placement.axes)
+        if any(e.is_partial for e in self.layout):
+            raise SbpError("GlobalBatches: sbp is split(dim) or broadcast on each axis, not partial")
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank's loader."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        here = world()
+        inside = self.placement.coordinate(here.rank) is not None
+        batches = iter(self.loader) if inside else iter(())
+        number = 0
+        while True:
+            batch = next(batches, _END)
+            tensors = tensors_in(batch, []) if batch is not _END else []
+            mine = None if batch is _END else (replaced(batch, iter([torch.empty(0)] * len(tensors))), [(tuple(t.shape), t.dtype) for t in tensors])
+            told: Sequence[_Told | None] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
+            if not self._go_on(told, number):
+                return
+            shell, metas = told[here.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
+            parts = [self._joined(i, tensors[i] if inside else None, told) for i in range(len(metas))]
+            number += 1
+            yield replaced(shell, iter(parts))
+
+    def _go_on(self, told: Sequence[_Told | None], number: int) -> bool:
+        """Whether every rank has another batch. Raises GlobalTensorError where some have not, or other batches."""
+        ranks = self.placement.flat
+        ended = [r for r in ranks if told[r] is None]
+        if ended:
+            if len(ended) < len(ranks) and self.uneven == "error":
+                going = min(set(ranks) - set(ended))
+                raise GlobalTensorError(
+                    f"GlobalBatches: the loader of rank {ended[0]} has ended after {number} batches, that of rank {going} has more. Give every rank as many "
+                    'batches (DistributedSampler and drop_last=True do), or pass uneven="stop" to leave the rest unread'
+                )
+            return False
+        counts = {r: len(told[r][1]) for r in ranks}  # type: ignore[index]
+        if len(set(counts.values())) > 1:
+            raise GlobalTensorError(f"GlobalBatches: batches of other structure on other ranks; numbers of tensors by rank: {counts}")
+        return True
+
+    def _joined(self, i: int, local: torch.Tensor | None, told: Sequence[_Told | None]) -> GlobalTensor:
+        here, where = world(), self.placement
+        held = {r: told[r][1][i] for r in where.flat}  # type: ignore[index]
+        dims = len(held[where.flat[0]][0])
+        layout: list[Sbp] = [e if e.is_split and e.dim < dims else broadcast for e in self.layout]
+        spec = spec_of(held, where, layout)
+        if local is None:
+            return GlobalTensor.wrap(placeholder(spec), spec)
+        alike = [a for a, e in enumerate(layout) if e.is_broadcast]
+        same = where.fiber(here.rank, alike) if alike else ()
+        if len(same) > 1:
+            check_replicated(local, same, f"tensor {i} of a batch, on ranks that are to read the same rows", place=("GlobalBatches", i))
+        return GlobalTensor.wrap(local.to(here.device(where.type)), spec)

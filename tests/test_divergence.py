@@ -1,0 +1,456 @@
+"""Ranks that diverge, plain tensors that differ, replicas that were changed: told on every rank, by default, with the user's line first."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launched import Launched
+from support.pool import run_on
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import globaltensor as flow
+from globaltensor.distributed.divergence import ALWAYS_COMPARED, COMPARED_EVERY, due
+from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
+from globaltensor.errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
+from globaltensor.utils.data import GlobalBatches
+
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+
+
+def line() -> Any:
+    return flow.placement.all("cpu")
+
+
+def rows(sbp: Any = None) -> Any:
+    return torch.arange(12.0).view(4, 3).to_global(line(), B).to_global(sbp=S(0) if sbp is None else sbp)  # type: ignore[attr-defined]
+
+
+def refused(body: Any, *patterns: str) -> str:
+    """The error of ranks that have diverged; the world goes on afterwards."""
+    with pytest.raises(DivergenceError) as found:
+        body()
+    world().forget()
+    world().comm(tuple(range(world().size))).barrier()
+    text = str(found.value)
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
+    return text
+
+
+def same_on_all(said: list[Any]) -> None:
+    assert all(each == said[0] for each in said), said
+
+
+# ---------------------------------------------------------------------------------------------------------------- plain tensors
+
+
+def plain_inputs() -> list[str]:
+    rank, where, said = flow.env.get_rank(), line(), []
+    mine = torch.full((4, 3), float(rank))
+    mends = (r"test_divergence.py:\d+: ", r"to_global\(placement, sbp=flow.sbp.split\(0\)\)", r"to_global\(placement, sbp=flow.sbp.broadcast\)")
+    held = (r"rank 0: float32\[4, 3\] of \[0, 0, 0, ...\]", r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]")
+    model = flow.parallelize(nn.Linear(3, 2), where, "data")
+    said.append(refused(lambda: model(mine).sum().backward(), "operand 0 of linear", *held, *mends))
+    for _ in range(3):  # the same batch on all ranks is right
+        model(torch.ones(4, 3)).sum().backward()
+    said.append(refused(lambda: rows() + mine, "operand 1 of add", *held, *mends))
+    said.append(refused(lambda: torch.add(mine, rows()), "operand 0 of add", *held))
+    said.append(refused(lambda: rows().mul_(mine), "operand 1 of mul_", *held))
+    said.append(refused(lambda: rows().copy_(mine), "copy_", *held))
+    said.append(refused(lambda: mine.clone().add_(rows()), "target of add_", *held))
+    said.append(refused(lambda: torch.where(rows() > 3, rows(), mine), "where", *held))
+    said.append(refused(lambda: (rows(B) * 1.0).requires_grad_().backward(mine), "gradient given to backward", *held))
+    said.append(refused(lambda: flow.tensor(mine.tolist(), placement=where, sbp=S(0)), *held))
+    said.append(refused(lambda: flow.local_map(torch.add, S(0), (S(0), S(0)))(rows(), mine), "local_map", *held))
+    # Other shapes, such as the rest of an epoch, are other values.
+    said.append(refused(lambda: model(torch.ones(4 - rank, 3)), r"rank 0: float32\[4, 3\]", r"rank 1: float32\[3, 3\]", *mends))
+    # Masks that each rank draws from a seed of its own.
+    torch.manual_seed(rank)
+    said.append(refused(lambda: rows() * torch.rand(4, 3), "torch.manual_seed with one number"))
+    torch.manual_seed(0)
+    # What is overwritten may hold anything.
+    target = torch.full((4, 3), float(rank))
+    target.copy_(rows())
+    target[1:] = rows()[1:]
+    assert torch.equal(target, torch.arange(12.0).view(4, 3))
+    # NaN is itself, on all ranks.
+    assert torch.isnan(rows() + torch.tensor(float("nan"))).all()
+    return said
+
+
+def test_plain_tensors_that_differ_are_refused_at_the_first_meeting() -> None:
+    same_on_all(run_on(2, plain_inputs))
+    same_on_all(simulate(2, plain_inputs, timeout=30.0))
+
+
+def later_and_elsewhere() -> None:
+    """A place is looked at again and again, less and less often; every place has its own count."""
+    rank, x = flow.env.get_rank(), rows()
+
+    def place(i: int) -> None:
+        x + torch.full((3,), float(rank * (i >= 200)))  # differs from some time on
+
+    def many() -> int:
+        for i in range(400):
+            try:
+                place(i)
+            except DivergenceError:
+                world().forget()
+                return i
+        return -1
+
+    at = many()
+    assert 200 <= at < 240, at
+    for tower in (0.0, 0.0, float(rank)):  # the third of three uses in one loop
+        if tower == 0.0:
+            x + torch.full((3,), tower)
+    with pytest.raises(DivergenceError):
+        for tower in (0.0, 0.0, float(rank)):
+            x + torch.full((3,), tower)
+    world().forget()
+    world().comm((0, 1)).barrier()
+
+
+def test_a_place_is_looked_at_again() -> None:
+    run_on(2, later_and_elsewhere)
+
+
+class Doubled(flow.nn.Graph):  # type: ignore[misc]
+    """A model as a graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * 2
+
+
+def graph_inputs() -> str:
+    graph = Doubled(flow.parallelize(nn.Linear(3, 2), line(), "data"))
+    graph(torch.ones(4, 3))
+    text = refused(lambda: graph(torch.full((4, 3), float(flow.env.get_rank()))), "input 0 of Doubled_", r"rank 1: float32\[4, 3\] of \[1, 1, 1, ...\]")
+    graph(torch.ones(4, 3))
+    alone = flow.nn.Graph.trace(lambda x: x * 2)  # of plain tensors alone, which are each rank's own
+    assert alone(torch.full((2,), float(flow.env.get_rank())))[0] == 2 * flow.env.get_rank()
+    return text
+
+
+def test_plain_inputs_of_graphs() -> None:
+    same_on_all(run_on(2, graph_inputs))
+
+
+def ranks_outside() -> None:
+    """A rank outside the placement may hold anything; ranks of other placements need not agree."""
+    rank = flow.env.get_rank()
+    pair = flow.placement("cpu", [1, 3])
+    x = torch.ones(4).to_global(pair, S(0), check_meta=False)  # type: ignore[attr-defined]
+    y = x + torch.full((8,), float(rank in (1, 3)))
+    assert y.to_global(placement=line(), sbp=B).to_local().tolist() == [2.0] * 8
+    mine = flow.placement("cpu", [0, 1] if rank < 2 else [2, 3])
+    z = torch.ones(4).to_global(mine, B, check_meta=False) * (2 if rank < 2 else 3)  # type: ignore[attr-defined]  # replicas of their own
+    assert (z + torch.full((4,), float(rank // 2))).to_local()[0] == (2 if rank < 2 else 4)
+    world().comm(tuple(range(4))).barrier()
+    with pytest.raises(DivergenceError, match="ranks? 3"):
+        x + torch.full((8,), float(rank)) if rank in (1, 3) else _raise()
+    world().forget()
+
+
+def _raise() -> None:
+    raise DivergenceError("ranks 3: only those of the placement compare")
+
+
+def test_placements_compare_their_own_ranks() -> None:
+    run_on(4, ranks_outside)
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole loaders
+
+
+def loaders() -> None:
+    rank, size, where = flow.env.get_rank(), flow.env.get_world_size(), line()
+    data = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, size, rank, shuffle=False))
+    batches = GlobalBatches(loader, where)
+    assert len(batches) == len(loader) == 3
+    for _ in range(2):  # epochs
+        seen = []
+        for x, label in batches:
+            assert x.sbp == label.sbp == (S(0),)
+            assert x.shape == (2 * size, 2)
+            seen += label.tolist()
+        assert sorted(seen) == list(range(12))
+    # Structures, tensors without dims, values that are no tensors.
+    one = [{"x": torch.full((2, 3), float(rank)), "scale": torch.tensor(2.0), "name": f"rank {rank}"}]
+    (batch,) = GlobalBatches(one, where)
+    assert batch["x"].tolist() == [[float(r)] * 3 for r in range(size) for _ in range(2)]
+    assert batch["scale"].sbp == (B,)
+    assert batch["name"] == f"rank {rank}"
+    with pytest.raises(GlobalTensorError, match=r"loader of rank 1 has ended after 1 batches, that of rank 0 has more"):
+        list(GlobalBatches([torch.ones(2)] * (2 - rank), where))
+    assert len(list(GlobalBatches([torch.ones(2)] * (2 - rank), where, uneven="stop"))) == 1
+    with pytest.raises(ShapeError, match="do not form one tensor"):
+        list(GlobalBatches([torch.ones(2 + 3 * rank)], where))
+    assert next(iter(GlobalBatches([torch.ones(3 - rank)], where))).shape == (5,)
+    with pytest.raises(GlobalTensorError, match="numbers of tensors by rank"):
+        list(GlobalBatches([(torch.ones(2),) * (1 + rank)], where))
+    refused(lambda: list(GlobalBatches([torch.full((2,), float(rank))], where, B)), "read the same rows")
+    for wrong in ({"uneven": "pad"}, {"sbp": P}):
+        with pytest.raises(GlobalTensorError):
+            GlobalBatches([], where, **wrong)
+
+
+def loaders_on_four() -> None:
+    rank, square = flow.env.get_rank(), flow.placement("cpu", [[0, 1], [2, 3]])
+    with pytest.raises(SbpError, match="give sbp"):
+        GlobalBatches([], square)
+    (x,) = GlobalBatches([torch.full((2,), float(rank // 2))], square, [S(0), B])
+    assert x.tolist() == [0, 0, 1, 1]
+    refused(lambda: list(GlobalBatches([torch.full((2,), float(rank))], square, [S(0), B])), "read the same rows")
+    pair = flow.placement("cpu", [0, 2])
+    found = list(GlobalBatches([torch.full((2,), float(rank))] if rank in (0, 2) else (), pair))  # others iterate, too
+    assert [x.shape for x in found] == [(4,)]
+
+
+def test_each_rank_brings_its_rows() -> None:
+    run_on(2, loaders)
+    run_on(4, loaders_on_four)
+
+
+# ---------------------------------------------------------------------------------------------------------------- operations
+
+
+def diverging() -> list[str]:
+    rank, said = flow.env.get_rank(), []
+
+    def read_here_or_there() -> None:
+        x = rows()
+        if rank == 0:
+            x.numpy()
+        x.sum().item()
+
+    said.append(
+        refused(
+            read_here_or_there, r"^test_divergence.py:\d+: x.numpy\(\)\nrank 0 reads the value of a global tensor here", "numpy\\(\\) of a global tensor",
+            "call them on every rank, or box to broadcast first",
+        )
+    )  # fmt: skip
+    said.append(refused(lambda: (rows().sin() if rank else rows().cos()).sum().item(), r"rank 0 has run cos\(f32\[4, 3\] S\(0\)\), which rank 1 has not"))
+    said.append(refused(lambda: (rows() * (2 + rank)).sum().item(), "with other numbers"))
+    said.append(refused(lambda: (rows()[rank]).sum().item(), r"rank 1 has run __getitem__\(f32\[4, 3\] S\(0\), 1\), which rank 0 has not"))
+    said.append(refused(lambda: (rows().double() if rank else rows()).exp().sum().item(), "f64", "f32"))
+    said.append(refused(lambda: rows().to_global(sbp=S(1) if rank else B), r"all_gather for to_global: f32\[4, 3\] S\(0\) -> f32\[4, 3\] B", "all_to_all"))
+    said.append(refused(lambda: rows().cumsum(rank).sum().item(), r"cumsum\(f32\[4, 3\] S\(0\), 1\)"))
+
+    def other_order() -> None:
+        x, y = rows(), rows()
+        for t in (x * 2, y) if rank else (y, x * 2):
+            t.to_global(sbp=B)
+        (x if rank else x + y).sum().item()
+
+    said.append(refused(other_order, "diverged"))
+    said.append(refused(lambda: rows().sum().requires_grad_().backward(torch.tensor(1.0)) if rank else rows().sum().item(), "diverged"))
+
+    def other_rate() -> None:
+        w = torch.ones(3).to_global(line(), B).requires_grad_()  # type: ignore[attr-defined]
+        optimizer = torch.optim.SGD([w], lr=0.1 * (1 + rank))
+        (rows() * w).sum().backward()
+        optimizer.step()
+        (rows() * w).sum().item()
+
+    said.append(refused(other_rate, "diverged"))
+    said.append(refused(lambda: [rows().mul_(1 + rank), rows().sum().item()], "diverged"))
+    said.append(refused(lambda: [rows().fill_(rank), rows().sum().item()], "diverged"))
+    said.append(refused(lambda: [torch._foreach_mul_([rows()], 1.0 + rank), rows().sum().item()], "diverged"))
+    said.append(refused(lambda: [flow.full((2,), float(rank), placement=line(), sbp=B), rows().sum().item()], "diverged"))
+
+    def other_seed() -> None:
+        torch.manual_seed(rank)
+        nn.functional.dropout(rows()).sum().item()
+
+    said.append(refused(other_seed, "random seed"))
+    torch.manual_seed(0)
+    rows().sum().item()
+    return said
+
+
+def test_divergence_is_told_on_every_rank() -> None:
+    same_on_all(run_on(2, diverging))
+
+
+def on_gloo_pool() -> None:
+    assert world().comm((0, 1)).near(torch.device("cpu")) is None  # type: ignore[attr-defined]
+    diverging()
+
+
+def test_divergence_is_told_over_gloo(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
+    fresh_pool(2).run(on_gloo_pool)
+
+
+def late() -> int:
+    """Over gloo later collectives are compared at intervals: a divergence is told within one."""
+    comm = world().comm((0, 1))
+    while comm._collectives < ALWAYS_COMPARED + 3:
+        rows().sum().item()
+    if flow.env.get_rank():
+        rows() * 3
+    for i in range(COMPARED_EVERY + 1):
+        try:
+            rows().sum().item()
+        except DivergenceError:
+            return i
+    return -1
+
+
+def test_later_collectives_are_compared_at_intervals(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [n for n in range(1, 100) if due(n)] == [*range(1, ALWAYS_COMPARED + 1), *range(ALWAYS_COMPARED + COMPARED_EVERY, 100, COMPARED_EVERY)]
+    monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
+    first, second = fresh_pool(2).run(late)
+    assert first == second >= 0
+
+
+def alone() -> None:
+    """What one rank may do alone: look at what is whole, at plain tensors, at its own part."""
+    x = rows()
+    whole, loss = x.to_global(sbp=B), x.sum().to_global(sbp=B)
+    value = x.numpy()
+    if flow.env.get_rank() == 0:
+        assert str(whole).replace(" ", "").startswith("tensor([[0.,1.,2.]")
+        assert float(loss) == 66.0
+        assert f"{loss:.1f}" == "66.0"
+        assert whole.tolist()[3] == [9.0, 10.0, 11.0]
+        assert value.sum() == 66.0
+        assert (x.to_local() * 2).sum() == 30.0
+        assert (x.shape, x.sbp, x.detach().dtype) == ((4, 3), (S(0),), torch.float32)
+    assert x.sum().item() == 66.0
+
+
+def test_what_one_rank_may_do_alone() -> None:
+    run_on(2, alone)
+
+
+# ---------------------------------------------------------------------------------------------------------------- replicas
+
+
+def replicas() -> list[str]:
+    rank, where, said = flow.env.get_rank(), line(), []
+    model = flow.parallelize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), where, "data")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    flow.check_replicas(model, optimizer, [rows(), rows(B), torch.ones(2)])
+    with torch.no_grad():
+        model[2].weight.to_local()[0, 0] += rank  # type: ignore[index, operator]
+    said.append(refused(lambda: flow.check_replicas(model), r"of 1 tensor", r"2.weight: rank 0: \w+; rank 1: \w+", r"x.to_local\(\).to_global"))
+    with torch.no_grad():
+        weight: Any = model[2].weight  # type: ignore[index]
+        weight.copy_(weight.to_local().to_global(where, B))
+    flow.check_replicas(model)
+    optimizer.state[weight]["exp_avg"].to_local()[0, 0] += rank
+    said.append(refused(lambda: flow.check_replicas(optimizer), "state exp_avg of parameter 4 in group 0"))
+    said.append(refused(lambda: flow.check_replicas(torch.full((2,), float(rank))), "argument 0"))
+    said.append(refused(lambda: flow.check_replicas({"a": rows(B), "b": [torch.ones(1 + rank)]}), "b.0"))
+    split = flow.parallelize(nn.Linear(4, 4), where, "fsdp")
+    with torch.no_grad():
+        split.weight.to_local().mul_(1.0 + rank)  # type: ignore[union-attr,operator]
+    flow.check_replicas(split)  # parts are each rank's own
+    return said
+
+
+def test_check_replicas() -> None:
+    same_on_all(run_on(2, replicas))
+
+
+def replicas_in_guard_mode() -> str:
+    w = torch.ones(3).to_global(line(), B)  # type: ignore[attr-defined]
+    with flow.guard():
+        (rows() * w).sum().item()
+        if flow.env.get_rank():
+            w.to_local()[0] = 5.0
+        with pytest.raises(DivergenceError) as found:
+            (rows() * w).sum().item()
+    world().forget()
+    text = str(found.value)
+    assert re.search(r"replicas differ: ranks 0 and 1 hold .*\n  operand 1 of mul f32\[3\] B \(\w+\) on rank 0, .* on rank 1  \(test_divergence.py:\d+: ", text)
+    return text
+
+
+def test_the_guard_compares_replicas() -> None:
+    same_on_all(run_on(2, replicas_in_guard_mode))
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole programs
+
+PROGRAM = """
+import torch
+import globaltensor as flow
+rank = flow.env.get_rank()
+B, S = flow.sbp.broadcast, flow.sbp.split
+x = torch.arange(12.).view(4, 3).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
+"""
+READS = PROGRAM + "if rank == 0:\n    print(x)\n"
+LAST = PROGRAM + "print((x * (2 + rank)).to_local().sum())\n"
+OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + LAST + "dist.destroy_process_group()\n"
+
+
+def launched(folder: Path, program: str, *options: str, **variables: str) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text(program)
+    with Launched(folder, "--nproc_per_node", 2, *options, script, OMP_NUM_THREADS="1", **variables) as running:
+        code = running.code()
+    return code, running.err
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: str) -> None:
+    code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    own, _, summary = said.partition("globaltensor.launch:")
+    for text in (own, summary):  # the error of the rank, and the launcher's summary, alike
+        assert re.search(r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: print\(x\)\n", text), text
+        assert "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or box to broadcast first" in text
+        assert "/globaltensor/" not in text
+        assert "GLHF" not in text
+        assert len(text.splitlines()) < 12, text
+    code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared, GLOBALTENSOR_TRACEBACK="full")
+    assert "/globaltensor/boxing/" in said
+
+
+@pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_divergence_after_the_last_collective_is_told_at_the_end(tmp_path: Path, shared: str, program: str) -> None:
+    code, said = launched(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert "DivergenceError: the ranks have diverged" in said
+    assert "This was found when the program ended" in said
+    code, said = launched(tmp_path, program.replace("2 + rank", "2"), GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert (code, said) == (0, ""), said
+
+
+def test_other_errors_keep_their_tracebacks() -> None:
+    from globaltensor.tracebacks import shortened
+
+    try:
+        rows().to_global(sbp=S(7))
+    except SbpError as error:
+        lines = shortened(error)
+        assert lines is not None
+        text = "".join(lines)
+        assert __file__ in text
+        assert "/globaltensor/tensor.py" not in text
+        assert "SbpError: sbp splits dim 7" in text
+        assert os.path.dirname(flow.__file__) not in text
+        assert error._render_traceback_()[0] == "Traceback (most recent call last):"  # type: ignore[attr-defined]
+    assert shortened(ValueError("mine")) is None
+    assert sys.excepthook.__module__ == "globaltensor.tracebacks" or "pytest" in sys.modules
