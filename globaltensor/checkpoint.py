@@ -12,12 +12,13 @@ import torch
 
 from . import _torch
 from .distributed.world import placeholder, world
-from .errors import SbpError, WorldError
+from .errors import PartError, SbpError, WorldError
+from .memory import is_whole
+from .pickling import GATHERED, rebuild_global_tensor
 from .placement import Placement
 from .plans import replaced, tensors_in
 from .sbp import Sbp, broadcast
 from .spec import Spec, made, stored
-from .tensor import GATHERED, rebuild
 from .wrapper import GlobalTensor
 
 __all__ = ["load", "save"]
@@ -95,7 +96,7 @@ def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | No
     if here.rank == global_src_rank:
         try:
             read = torch.load(f, "cpu", *args, **options)
-            found = tensors_in(read, [])
+            found = [_value(t) for t in tensors_in(read, [])]
             mine = "", replaced(read, iter([torch.empty(0)] * len(found))), [(t.shape, t.dtype) for t in found]
         except Exception as error:
             mine = f"{type(error).__name__}: {error}", None, []
@@ -110,6 +111,18 @@ def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | No
     elif map_location is not None:
         whole = [t.to(map_location) for t in whole]
     return replaced(shell, iter(whole))
+
+
+def _value(t: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor out of a file, which may be a global one that the rank which wrote it had whole."""
+    if not isinstance(t, GlobalTensor):
+        return t
+    if not is_whole(t._spec, world().rank):
+        raise PartError(
+            f"it holds a part of a global tensor ({t._spec!r}), not its value: write it by flow.save(obj, path, global_dst_rank=0), called on every rank; "
+            "or read it by flow.load(path) on the rank that has written it"
+        )
+    return t._local
 
 
 def _one_of(size: int, name: str, rank: Any) -> None:
@@ -187,7 +200,7 @@ def install() -> None:
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]
-    torch.serialization.add_safe_globals([rebuild, made, stored, Placement, Sbp])
+    torch.serialization.add_safe_globals([rebuild_global_tensor, made, stored, Placement, Sbp])
 
 
 install()

@@ -1,0 +1,279 @@
+"""Files know what they hold: parts that say which part they are, files that are replaced whole, states that are laid out as they are read."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.errors import PartError, WorldError
+from globaltensor.spec import Stored
+
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+
+
+def spread(t: torch.Tensor, sbp: Any, placement: Any = None) -> Any:
+    where = placement or flow.placement.all("cpu")
+    return t.clone().to_global(where, [B] * where.axes).to_global(sbp=sbp).detach()
+
+
+def rows(n: int = 4) -> torch.Tensor:
+    return torch.arange(n * 3.0).view(n, 3)
+
+
+def whole(x: Any) -> torch.Tensor:
+    """The value, on every rank."""
+    return torch.from_numpy(x.detach().numpy())
+
+
+def refused(path: Path, **options: Any) -> str:
+    """What reading says, and that it does so."""
+    with pytest.raises(PartError) as caught:
+        torch.load(path, **options)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a part is not another part
+
+
+def read_by_others(folder: str) -> None:
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    line, path = flow.placement.all("cpu"), Path(folder)
+    weight = nn.Parameter(spread(rows(5), S(0)))
+    parts = {
+        "rows": spread(rows(5), S(0)),
+        "columns": spread(rows(), S(1)),
+        "tiny": spread(rows(1), S(0)),
+        "sum": spread(rows(), P),
+        "integers": spread(rows().long(), S(0)),
+        "parameter": weight,
+        "nested": {"state": {0: {"exp_avg": [spread(rows(), S(0))]}}},
+        "units": spread(torch.ones(2, 3, 4), S(1)).flatten(1),
+    }
+    for name, value in parts.items():
+        if rank == 0:
+            torch.save(value, path / name)
+        meet()
+        for options in ({"weights_only": True}, {"weights_only": False}):
+            if rank:
+                said = refused(path / name, **options)
+                assert "flow.save(obj, path, global_dst_rank=0)" in said
+                assert "torch.distributed.checkpoint" in said
+                assert f"written by rank 0 of a world of {n}" in said
+            else:
+                torch.load(path / name, **options)
+    if rank:
+        theirs, mine = parts["rows"]._spec.box(0), parts["rows"]._spec.box(rank)
+        assert f"part [0:{theirs[1][0]}, 0:3] of a global tensor (f32[5, 3] S(0)" in refused(path / "rows")
+        assert f"rank {rank} of {n} needs part [{mine[0][0]}:{mine[0][0] + mine[1][0]}, 0:3]" in refused(path / "rows")
+        assert "number 0 of the parts of a sum" in refused(path / "sum")
+    wholes = {"b": spread(rows(), B), "w": nn.Parameter(spread(rows(), B)), "n": spread(torch.tensor(3), B)}
+    wholes["first"] = spread(rows(), B, flow.placement("cpu", [0]))
+    if rank == 0:
+        torch.save(wholes, path / "whole")
+    meet()
+    got = torch.load(path / "whole")
+    for name in ("b", "w", "n"):
+        assert torch.equal(got[name].to_local(), wholes[name].to_local())
+        assert got[name].placement == line
+    assert isinstance(got["w"], nn.Parameter)
+    assert torch.equal(whole(got["first"]), rows())  # on the rank that has it, wherever it was read
+
+
+def meet() -> None:
+    """All ranks have come here."""
+    flow.zeros(1, placement=flow.placement.all("cpu"), sbp=P).numpy()
+
+
+def test_a_part_is_not_read_as_another(tmp_path: Path) -> None:
+    run_on(2, read_by_others, str(tmp_path))
+    (tmp_path / "four").mkdir()
+    run_on(4, read_by_others, str(tmp_path / "four"))
+
+
+def trained(model: Any, optimizer: Any) -> None:
+    x: Any = torch.ones(4, 3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))).square().mean().backward()
+        optimizer.step()
+
+
+def one_saves_all_load(folder: str, plan: str) -> None:
+    rank, path = flow.env.get_rank(), Path(folder)
+    torch.manual_seed(0)
+    model = flow.parallelize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), flow.placement.all("cpu"), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    if rank == 0:
+        torch.save(model.state_dict(), path / "model.pt")
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+        torch.save({"model": model, "step": 3}, path / "all.pt")
+    meet()
+    for name in ("model.pt", "optimizer.pt", "all.pt"):
+        if rank and plan == "fsdp":
+            refused(path / name, weights_only=False)
+        else:
+            got = torch.load(path / name, weights_only=False)
+            if plan == "data" and name == "model.pt":
+                assert all(torch.equal(got[k].to_local(), v.to_local()) for k, v in model.state_dict().items())
+
+
+def test_one_rank_saves_and_all_load(tmp_path: Path) -> None:
+    for plan in ("fsdp", "data"):
+        (tmp_path / plan).mkdir()
+        run_on(2, one_saves_all_load, str(tmp_path / plan), plan)
+
+
+def grids(folder: str) -> None:
+    rank, path = flow.env.get_rank(), Path(folder)
+    grid, half = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [0, 1])
+    layouts = {"s b": [S(0), B], "b s": [B, S(0)], "s p": [S(0), P]}
+    values = {**{name: spread(rows(5), layout, grid) for name, layout in layouts.items()}, "half": spread(rows(), S(0), half)}
+    split, shown = values["s b"]._spec.replace(layout=[S(0), S(1)]), values["s b"]._spec
+    share = spread(rows(5), [S(0), S(1)], grid)
+    values["share"] = flow.GlobalTensor.wrap(share.to_local(), Stored.of(split, shown, [1]))
+    for name, value in values.items():
+        torch.save(value, path / f"{name}.{rank}")
+    meet()
+    same = {"s b": [(0, 1), (2, 3)], "b s": [(0, 2), (1, 3)], "s p": [], "half": [(2, 3)], "share": []}
+    for name, value in values.items():
+        for writer in range(4):
+            alike = writer == rank or any({writer, rank} == set(pair) for pair in same[name])
+            alike = alike or (name == "half" and rank > 1)  # nothing is needed there
+            if alike:
+                got = torch.load(path / f"{name}.{writer}")
+                assert got._spec is value._spec
+                assert torch.equal(got._local, value._local)
+            else:
+                said = refused(path / f"{name}.{writer}")
+                assert ("holds nothing" in said) == (name == "half" and writer > 1)
+
+
+def test_ranks_that_hold_the_same_part_may_read_it(tmp_path: Path) -> None:
+    run_on(4, grids, str(tmp_path))
+
+
+def write_for_others(folder: str) -> None:
+    state = {"part": spread(rows(), S(0)), "whole": spread(rows(), B), "on one": spread(rows(), S(0), flow.placement("cpu", [0]))}
+    for name, value in state.items():
+        if flow.env.get_rank() == 0:
+            torch.save(value, f"{folder}/{name}")
+    meet()
+
+
+def read_in_another_world(folder: str) -> None:
+    n = flow.env.get_world_size()
+    said = refused(Path(folder) / "part")
+    assert "written by rank 0 of a world of" in said
+    assert f"this is rank {flow.env.get_rank()} of a world of {n}" in said
+    for name in ("whole", "on one"):
+        got = torch.load(f"{folder}/{name}")
+        assert torch.equal(whole(got), rows())
+        plain = nn.Linear(3, 4, bias=False)
+        plain.load_state_dict({"weight": got})
+        assert torch.equal(plain.weight.detach(), rows())
+        model: Any = nn.Linear(3, 4, bias=False).to_global(flow.placement.all("cpu"), S(0))  # type: ignore[operator]
+        model.load_state_dict({"weight": got})
+        assert torch.equal(whole(model.weight), rows())
+
+
+def test_worlds_of_other_sizes(tmp_path: Path) -> None:
+    for n, others in ((4, (2,)), (2, (4,))):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        run_on(n, write_for_others, str(folder))
+        for m in others:
+            run_on(m, read_in_another_world, str(folder))
+        read_in_another_world(str(folder))  # a world of one
+
+
+def forked(x: Any) -> Any:
+    from multiprocessing.reduction import ForkingPickler
+
+    return ForkingPickler.dumps(x)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """A data set with a global tensor in it, which gives some of its own, too."""
+
+    def __init__(self) -> None:
+        self.x = spread(rows(), S(0))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return i, self.x
+
+
+def loaded() -> None:
+    batches = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=1)
+    for i, (number, x) in enumerate(batches):
+        assert number == i
+        assert torch.equal(whole(x), rows())
+
+
+def test_what_a_rank_sends_to_itself_comes_back() -> None:
+    run_on(2, what_goes_round)
+    run_on(2, loaded)
+
+
+def what_goes_round() -> None:
+    x = spread(rows(5), S(0))
+    for got in (pickle.loads(pickle.dumps(x)), copy.copy(x), copy.deepcopy(x), pickle.loads(bytes(forked(x)))):
+        assert got._spec is x._spec
+        assert torch.equal(whole(got), rows(5))
+
+
+def sent_to_others() -> None:
+    told: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(told, spread(rows(), B))
+    assert all(torch.equal(t.to_local(), rows()) for t in told)
+    with pytest.raises(PartError, match=r"each rank writes and reads a file of its own"):
+        torch.distributed.all_gather_object(told, spread(rows(), S(0)))
+
+
+def test_a_message_with_a_part_is_refused_by_another_rank() -> None:
+    run_on(2, sent_to_others)
+
+
+def test_a_file_names_one_function_of_this_library() -> None:
+    """Whatever moves in the package, files stay readable."""
+    x: Any = rows().to_global(flow.placement("cpu", [0]), S(0))  # type: ignore[attr-defined]
+    names = [arg for op, arg, _ in pickletools.genops(pickle.dumps(x, protocol=2)) if op.name == "GLOBAL" and arg.startswith("globaltensor")]
+    assert names == ["globaltensor rebuild_global_tensor"]
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(buffer) == []
+
+
+def parts_and_wholes(folder: str) -> None:
+    if flow.env.get_rank() == 0:
+        torch.save({"w": spread_alone(S(0))}, f"{folder}/alone")
+    x, y = spread(rows(), S(0)), spread(rows(), B)
+    if flow.env.get_rank() == 0:
+        torch.save({"w": x}, f"{folder}/part")
+        torch.save({"w": y}, f"{folder}/whole")
+    with pytest.raises(WorldError, match=r"rank 0 could not read the file: PartError: it holds a part of a global tensor"):
+        flow.load(f"{folder}/part", global_src_rank=0)
+    assert torch.equal(whole(flow.load(f"{folder}/whole", global_src_rank=0)["w"]), rows())
+    assert torch.equal(whole(flow.load(f"{folder}/alone", global_src_rank=0)["w"]), rows())
+
+
+def spread_alone(sbp: Any) -> Any:
+    return flow.GlobalTensor.wrap(rows(), flow.Spec.make((4, 3), torch.float32, flow.placement("cpu", [0]), [sbp]))
+
+
+def test_load_by_one_rank_of_a_file_with_parts(tmp_path: Path) -> None:
+    run_on(2, parts_and_wholes, str(tmp_path))
