@@ -514,7 +514,7 @@ def guard_data(check: Any) -> None:
     """Let ``check(tensor, value)`` run before ``tensor.data = value``: torch asks the tensor alone whether it overrides that, never the value, and takes over
     the value's memory, which a tensor without storage doesn't have.
 
-    The attribute is read as before, in C: by the name that its descriptor gets here.
+    The attribute is read in C as before, by the name that its descriptor gets here.
     """
     descriptor = torch._C.TensorBase.data
     take = descriptor.__set__
@@ -524,7 +524,7 @@ def guard_data(check: Any) -> None:
         take(tensor, value)
 
     torch.Tensor._data_in_c = descriptor  # type: ignore[attr-defined]
-    torch.Tensor.data = _Data(operator.attrgetter("_data_in_c"), set_data, doc=descriptor.__doc__)  # type: ignore[assignment, misc]
+    torch.Tensor.data = _Data(operator.attrgetter("_data_in_c"), set_data, descriptor.__delete__, doc=descriptor.__doc__)  # type: ignore[assignment, misc]
 
 
 def wrap_dlpack(held: Any) -> None:

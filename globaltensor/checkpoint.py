@@ -14,6 +14,7 @@ from . import _torch
 from .distributed.world import placeholder, world
 from .errors import PartError, SbpError, WorldError
 from .memory import is_whole
+from .outputs import Replacement
 from .pickling import GATHERED, rebuild_global_tensor
 from .placement import Placement
 from .plans import replaced, tensors_in
@@ -33,49 +34,68 @@ def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_
     ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing fails.
     """
     if global_dst_rank is None:
-        torch.save(obj, f, *args, **options)
+        if not isinstance(f, (str, os.PathLike)):
+            torch.save(obj, f, *args, **options)
+            return
+        sink = _Sink(f)
+        sink.take(obj, *args, **options)
+        if sink.error is not None:
+            raise sink.error
         return
     here = world()
     _one_of(here.size, "global_dst_rank", global_dst_rank)
     token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
     try:
         # Ranks that write nothing go through the object all the same: what lies on them is asked for in one order.
-        torch.save(obj, sink, *args, **options)  # type: ignore[arg-type]
+        sink.take(obj, *args, **options)
     finally:
         GATHERED.reset(token)
-        sink.close()
     told = here.comm(tuple(range(here.size))).all_gather_object("" if sink.error is None else str(sink.error))
     if any(told):
         raise WorldError(f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}")
 
 
 class _Sink:
-    """Where one rank writes, and the others write nothing. What goes wrong is kept for the end: the others are on their way through the object too."""
+    """Where one rank writes, and the others write nothing. A path gets its file when that is complete. What goes wrong is kept for the end: the others are on
+    their way through the object too."""
 
     def __init__(self, f: Any) -> None:
         self.error: OSError | None = None
-        self._own = isinstance(f, (str, os.PathLike))
+        self._new: Replacement | None = None
         self._file: Any = f
+        if isinstance(f, (str, os.PathLike)):
+            self._try(self._open, f)
+
+    def _open(self, path: str | os.PathLike[str]) -> None:
+        self._file = None
+        self._new = Replacement(path)
+        self._file = self._new.file
+
+    def take(self, obj: Any, *args: Any, **options: Any) -> None:
+        """Write a whole object."""
         try:
-            self._file = open(f, "wb") if self._own else f  # noqa: SIM115 - closed by who made this
-        except OSError as error:
-            self.error, self._file = error, None
+            torch.save(obj, self, *args, **options)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.error = self.error or OSError(str(error))
+            raise
+        finally:
+            if self._new is not None:
+                self._try(self._new.commit)
+                self._new.abandon()
 
     def write(self, data: Any) -> int:
-        self._try("write", data)
+        if self._file is not None:
+            self._try(self._file.write, data)
         return len(data)
 
     def flush(self) -> None:
-        self._try("flush")
+        if self._file is not None:
+            self._try(self._file.flush)
 
-    def close(self) -> None:
-        if self._own:
-            self._try("close")
-
-    def _try(self, what: str, *args: Any) -> None:
-        if self._file is not None and self.error is None:
+    def _try(self, act: Any, *args: Any) -> None:
+        if self.error is None:
             try:
-                getattr(self._file, what)(*args)
+                act(*args)
             except OSError as error:
                 self.error = error
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import io
+import itertools
+import os
 import pickle
 import pickletools
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +27,13 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
+from globaltensor.auto.solver import Problem
+from globaltensor.auto.solver.files import save as save_problem
+from globaltensor.distributed.launch import reserved_port
 from globaltensor.errors import PartError, WorldError
+from globaltensor.graph import pipeline
+from globaltensor.graph.plan import Plan, PlannedOp
+from globaltensor.outputs import Replacement, replacing, write_text
 from globaltensor.spec import Stored
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -277,3 +295,212 @@ def spread_alone(sbp: Any) -> Any:
 
 def test_load_by_one_rank_of_a_file_with_parts(tmp_path: Path) -> None:
     run_on(2, parts_and_wholes, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------- a file that is replaced
+
+SAVING = """
+import sys
+import torch
+import globaltensor as flow
+
+path = sys.argv[1]
+everyone = flow.placement.all("cpu")
+for i in range(1, 10_000):
+    x = torch.full((1 << 20,), float(i)).to_global(everyone, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
+    flow.save({"x": x, "same": [torch.full((1000,), i)]}, path, global_dst_rank=0)
+    if i == 1 and flow.env.get_rank() == 0:
+        print("saved", flush=True)
+"""
+
+
+def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that run a script."""
+    with reserved_port() as port:
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **common, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", script, *arguments]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return [subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)}, **streams) for r in range(2)]
+
+
+def test_a_file_is_whole_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
+    path, chance = tmp_path / "m.pt", random.Random(0)
+    for _ in range(4):
+        ranks = started(SAVING, str(path))
+        try:
+            assert ranks[0].stdout is not None
+            assert ranks[0].stdout.readline() == "saved\n"
+            time.sleep(chance.uniform(0, 0.1))
+        finally:
+            for rank in ranks:
+                rank.kill()  # SIGKILL
+            for rank in ranks:
+                rank.communicate()
+        got = torch.load(path)
+        assert got["x"].shape == (1 << 20,)
+        assert got["x"].unique().tolist() == got["same"][0].unique().tolist()
+
+
+def replaces(path: Path) -> None:
+    """Replace a file again and again, each time with another letter."""
+    for i in itertools.count():
+        with replacing(path) as file:
+            for _ in range(50):
+                file.write(letter(i) * 1000)
+
+
+def letter(i: int) -> bytes:
+    return bytes([ord("a") + i % 26])
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not nameless:
+        monkeypatch.setattr(os, "O_TMPFILE", 0)
+    path, chance = tmp_path / "text", random.Random(1)
+    path.write_bytes(b"-" * 50_000)
+    for _ in range(20):
+        pid = os.fork()
+        if not pid:
+            replaces(path)
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        text = path.read_bytes()
+        assert len(text) == 50_000
+        assert len(set(text)) == 1
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 50_000) -> Iterator[None]:
+    """Files of this process may not become larger than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Full(io.BytesIO):
+    """A file on a disk that is full."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def disk_is_full(folder: str) -> None:
+    path = Path(folder) / "m.pt"
+    flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0)
+    before = path.read_bytes()
+    large = spread(torch.ones(100_000), S(0))
+    with full_disk(), pytest.raises(WorldError, match=r"rank 0 could not write the file: .*File too large"):
+        flow.save({"w": large}, path, global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*No space left on device"):
+        flow.save({"w": large}, Full(), global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*nowhere"):
+        flow.save({"w": large}, path.parent / "nowhere" / "m.pt", global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*Is a directory"):
+        flow.save({"w": large}, path.parent, global_dst_rank=0)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        flow.save({"w": large, "f": lambda: 0}, path, global_dst_rank=0)
+    meet()
+    assert path.read_bytes() == before
+    meet()
+    own = path.with_name(f"own.{flow.env.get_rank()}")
+    flow.save({"w": large}, own)
+    before = own.read_bytes()
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        flow.save({"w": large}, own)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        flow.save(lambda: 0, own)
+    assert own.read_bytes() == before
+    meet()
+    assert {p.name for p in path.parent.iterdir()} == {"m.pt", "own.0", "own.1"}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    run_on(2, disk_is_full, str(tmp_path))
+
+
+def writers(path: Path) -> dict[str, Callable[[], None]]:
+    problem = Problem("p")
+    problem.node(list(range(99)))
+    plan = Plan((PlannedOp("op" * 99, "f", "", None, "cpu", (), ()),))
+    cluster, turns = flow.Cluster.preset("dgx-h100"), pipeline.schedule("1f1b", [0, 1], 8)
+    done = [pipeline.Span(0, turns.rows[0][0], 0.0, 1.0)]
+    return {
+        "text": lambda: write_text(path, "x" * 1000),
+        "schedule": lambda: turns.save(path),
+        "trace": lambda: pipeline.save_trace(path, foretold=done),
+        "cluster": lambda: cluster.save(path),
+        "problem": lambda: save_problem(problem, path),
+        "plan": lambda: plan.save(path),
+    }
+
+
+def test_other_files_stay_too(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for name, write in writers(path).items():
+        path.write_text("old")
+        with full_disk(100), pytest.raises(OSError, match="File too large"):
+            write()
+        assert path.read_text() == "old", name
+        write()
+        assert len(path.read_text()) > 100
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_replaced_file_is_what_a_plain_open_would_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    before = os.umask(0o027)
+    try:
+        for nameless in (os.O_TMPFILE, 0):
+            monkeypatch.setattr(os, "O_TMPFILE", nameless)
+            new, old, target, link = (tmp_path / f"{name}{nameless}" for name in ("new", "old", "target", "link"))
+            write_text(new, "x")
+            assert mode(new) == 0o640
+            old.write_text("longer than the new one")
+            old.chmod(0o604)
+            write_text(old, "x")
+            assert (mode(old), old.read_text()) == (0o604, "x")
+            link.symlink_to(target)
+            for text in ("made at its end", "replaced there"):
+                write_text(link, text)
+                assert link.is_symlink()
+                assert target.read_text() == text
+    finally:
+        os.umask(before)
+    write_text("/dev/null", "x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    monkeypatch.chdir(tmp_path)
+    write_text("here", "x")
+    assert Path("here").read_text() == "x"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_text(tmp_path / "nowhere" / "x", "x")
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "x")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "here"):
+        raise ZeroDivisionError
+    assert Path("here").read_text() == "x"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".globaltensor")]
+
+
+def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "x"
+    path.write_text("old")
+    monkeypatch.setattr(Replacement, "_created", refuse)
+    write_text(path, "new")
+    assert path.read_text() == "new"

@@ -334,7 +334,7 @@ def test_plain_data_is_as_before() -> None:
         p.data = 3  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         p.data = torch.ones(3, 3).to_sparse()
-    with pytest.raises(AttributeError):
+    with pytest.raises(RuntimeError, match="Deleting tensor data is not allowed"):
         del p.data
 
     class Seen(torch.overrides.TorchFunctionMode):
