@@ -30,7 +30,7 @@ import globaltensor as flow
 from globaltensor.auto.solver import Problem
 from globaltensor.auto.solver.files import save as save_problem
 from globaltensor.distributed.launch import reserved_port
-from globaltensor.errors import PartError, WorldError
+from globaltensor.errors import PartError, ShapeError, WorldError
 from globaltensor.graph import pipeline
 from globaltensor.graph.plan import Plan, PlannedOp
 from globaltensor.outputs import Replacement, replacing, write_text
@@ -504,3 +504,163 @@ def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(tmp_path:
     monkeypatch.setattr(Replacement, "_created", refuse)
     write_text(path, "new")
     assert path.read_text() == "new"
+
+
+# ---------------------------------------------------------------------------------------------------------------- states of optimizers
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "lbfgs": lambda p: torch.optim.LBFGS([q for g in p for q in g["params"]], lr=0.1, max_iter=2),
+}
+
+
+def network(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)).double()
+
+
+def groups(model: Any) -> Any:
+    return [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.05}]
+
+
+def stepped(model: Any, optimizer: Any, times: int = 1) -> None:
+    x: Any = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
+    if next(model.parameters()).is_global:
+        placement = next(model.parameters()).placement
+        x = x.to_global(placement, [B] * placement.axes)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = model(x).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(times):
+        optimizer.step(loss)
+
+
+def layouts() -> dict[str, tuple[Any, Any]]:
+    line = flow.placement.all("cpu")
+    rows = {"*.weight": S(0), "*": B}
+    found: dict[str, tuple[Any, Any]] = {"rows": (line, rows), "columns": (line, {"*.weight": S(1), "*": S(0)}), "whole": (line, B), "sums": (line, P)}
+    if line.size == 4:
+        grid, some = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [1, 3])
+        found = {"grid": (grid, {"*.weight": [S(0), S(1)], "*": [B, S(0)]}), "half": (grid, {"*": [S(0), B]}), "some": (some, rows)}
+    return found
+
+
+def laid_out_at_once(folder: str) -> None:
+    for maker, make in OPTIMIZERS.items():
+        plain = network()
+        reference = make(groups(plain))
+        stepped(plain, reference, 2)
+        for name, (placement, sbp) in layouts().items():
+            if maker == "lbfgs" and name == "some":
+                continue  # it has one state for all parameters, of none's shape
+            model = network()
+            model.load_state_dict(plain.state_dict())
+            model.to_global(placement, sbp)
+            optimizer = make(groups(model))
+            path = f"{folder}/{maker} {name}"
+            flow.save(reference.state_dict(), path, global_dst_rank=0)
+            for saved in (copy.deepcopy(reference.state_dict()), flow.load(path, global_src_rank=0), flow.load(path, placement, global_src_rank=0)):
+                counts = [kept["step"] for kept in saved["state"].values() if "step" in kept]
+                optimizer.load_state_dict(saved)
+                assert [kept["step"] for kept in optimizer.state.values() if "step" in kept] == counts or maker == "adamw fused"
+                check_state(model, optimizer, plain, reference)
+            if maker != "lbfgs":
+                goes_on(make, model, optimizer, plain, reference)
+
+
+def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
+    """Each tensor of a parameter's shape lies as that does, and takes no more memory."""
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, want in reference.state.get(q, {}).items():
+            got = optimizer.state[p][key]
+            if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
+                layout = [B if e.is_partial else e for e in p._spec.layout]  # of sums it steps the sum
+                assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
+                assert got._local.untyped_storage().nbytes() == got._local.nbytes
+                assert torch.equal(whole(got), want)
+
+
+def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
+    """It steps as one device does."""
+    other = network()
+    other.load_state_dict(plain.state_dict())
+    alone = make(groups(other))
+    alone.load_state_dict(copy.deepcopy(reference.state_dict()))
+    stepped(other, alone)
+    stepped(model, optimizer)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_state_that_comes_whole_is_laid_out_at_once(tmp_path: Path, n: int) -> None:
+    run_on(n, laid_out_at_once, str(tmp_path))
+
+
+def states_that_do_not_fit() -> None:
+    plain, model = network(), network().to_global(flow.placement.all("cpu"), {"*.weight": S(0), "*": B})
+    reference, optimizer = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(model))
+    stepped(plain, reference)
+    stepped(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    for bad in (torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(15), model[0].weight.to_local()):
+        saved = copy.deepcopy(reference.state_dict())
+        saved["state"][0]["exp_avg_sq"] = bad
+        saved["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(ShapeError, match=r"load_state_dict of Adam: 'exp_avg_sq' of parameter 0 of group 0 has shape .* the parameter \[5, 3\]"):
+            optimizer.load_state_dict(saved)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert all(torch.equal(whole(v), whole(after["state"][i][k])) for i, kept in before["state"].items() for k, v in kept.items() if k != "step")
+    stepped(model, optimizer)
+    plain.load_state_dict({name: whole(t) for name, t in model.state_dict().items()})
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # of parameters that each rank has for itself: whole, and plain
+    assert not any(t.is_global for kept in reference.state.values() for t in kept.values())
+    stepped(plain, reference)
+    stepped(model, optimizer)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_states_that_do_not_fit_and_states_for_plain_parameters() -> None:
+    run_on(2, states_that_do_not_fit)
+
+
+def after_a_step_that_failed() -> None:
+    model = network().to_global(flow.placement.all("cpu"), S(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["torch.optim.sgd"], "sgd", failing)
+        with pytest.raises(ZeroDivisionError):
+            stepped(model, optimizer)
+    saved["state"][0]["momentum_buffer"] = torch.full((5, 3), 3.0, dtype=torch.float64)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    (model[0].weight * 0).sum().backward()
+    optimizer.step()
+    assert torch.equal(whole(optimizer.state[model[0].weight]["momentum_buffer"]), torch.full((5, 3), 2.7, dtype=torch.float64))
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def test_a_state_that_is_loaded_after_a_step_that_failed() -> None:
+    run_on(2, after_a_step_that_failed)
