@@ -30,7 +30,8 @@ __all__ = ["load", "save"]
 def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_as_external_data: bool = False, **options: Any) -> None:
     """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes: whole values, which plain PyTorch reads too.
 
-    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then.
+    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then. A file at
+    a path is replaced when the new one is complete: until then the old one stays.
     ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing fails.
     """
     if global_dst_rank is None:

@@ -446,21 +446,29 @@ def relay(optimizer: Optimizer) -> None:
     """What an optimizer steps of its parameters has changed: lay its state likewise. Collective."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p in optimizer.state:
-                optimizer.state[p] = _laid(p, optimizer.state[p])
+            if known := optimizer.state.get(p):
+                _relay_state(p, known)
     if optimizer in _swaps:
         _swaps[optimizer].twins.clear()
         _swaps[optimizer].places = _swaps[optimizer].last = None
 
 
-def _laid(p: torch.Tensor, value: Any, key: Any = None) -> Any:
-    """The state of a parameter, or what is in it, with each tensor of the parameter's shape lying as what is stepped of it. Counts of steps stay."""
-    if isinstance(value, dict):
-        for k, v in value.items():
-            value[k] = _laid(p, v, k)
-    elif type(value) in (list, tuple):
-        return type(value)(_laid(p, v) for v in value)
-    elif isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
+def _relay_state(p: torch.Tensor, known: State) -> None:
+    """Lay out the state of one parameter. A loaded state may share its tensors with another optimizer: one that no longer shares moments must not share counts
+    of steps either."""
+    laid = {k: _laid(p, v, k) for k, v in known.items()}
+    moved = any(laid[k] is not v for k, v in known.items())
+    for k, v in laid.items():
+        known[k] = v.clone() if moved and v is known[k] and isinstance(v, torch.Tensor) else v
+
+
+def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
+    """Lay out a value of a parameter's state: each tensor of the parameter's shape as what is stepped of it. Counts of steps stay as they are."""
+    if type(value) is dict:
+        return {k: _laid(p, v, k) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_laid(p, v, key) for v in value)
+    if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
         if isinstance(p, GlobalTensor):
             return _beside(stepped(p), value)
         if isinstance(value, GlobalTensor):  # of a parameter that is on each rank
@@ -472,8 +480,9 @@ def _laid(p: torch.Tensor, value: Any, key: Any = None) -> Any:
 def _taking(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """As torch's; state of a parameter's shape, which may come whole, then lies as the parameter does at once. Collective where it has to move. Raises
-        ShapeError, and leaves the state as it was, where a state fits no element by element."""
+        """As torch's. State of a parameter's shape, which may come whole, then lies as the parameter does. Collective where it has to move.
+
+        Raises ShapeError, and leaves the optimizer as it was, where the state of an elementwise optimizer has not its parameter's shape."""
         if self in _swaps:
             _swaps[self].leave(self)  # of a step that failed half way
         before = self.state, self.param_groups
@@ -489,7 +498,7 @@ def _taking(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_shapes(optimizer: Optimizer) -> None:
-    """Before anything moves. State of one element (a count, a product of rates) may have any number of dims."""
+    """Raises ShapeError, before anything moves. State of one element (a count, a product of rates) may have any number of dims."""
     if type(optimizer) not in ELEMENTWISE:
         return
     for i, group in enumerate(optimizer.param_groups):

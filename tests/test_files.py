@@ -637,6 +637,22 @@ def states_that_do_not_fit() -> None:
         torch.testing.assert_close(whole(p), q.detach(), rtol=1e-9, atol=1e-9)
 
 
+def shared_with_another() -> None:
+    """On one device, too, what `state_dict` gives are the optimizer's own tensors."""
+    plain, model = network(), network().to_global(flow.placement.all("cpu"), S(0))
+    reference, optimizer = torch.optim.Adam(plain.parameters()), torch.optim.Adam(model.parameters())
+    stepped(plain, reference)
+    optimizer.load_state_dict(reference.state_dict())
+    stepped(plain, reference, 3)
+    assert {kept["step"].item() for kept in optimizer.state.values()} == {1.0}
+    stepped(model, optimizer)
+    assert {kept["step"].item() for kept in reference.state.values()} == {4.0}
+
+
+def test_a_state_is_not_shared_by_halves() -> None:
+    run_on(2, shared_with_another)
+
+
 def test_states_that_do_not_fit_and_states_for_plain_parameters() -> None:
     run_on(2, states_that_do_not_fit)
 
