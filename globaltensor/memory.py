@@ -43,7 +43,7 @@ def refusal(what: str, spec: Spec) -> str:
 
 
 def refuse(what: str, x: GlobalTensor) -> NoReturn:
-    raise StorageError(refusal(what, x._spec.shown))
+    raise StorageError(refusal(what, x._spec))
 
 
 def held(x: GlobalTensor, what: str) -> torch.Tensor:
@@ -105,7 +105,7 @@ class StorageHandle:
 
     def __init__(self, x: GlobalTensor, itemsize: int = 1) -> None:
         base = _base(x)
-        self._storage, self._spec, self._itemsize, self.device = base._local.untyped_storage(), x._spec.shown, itemsize, base.device
+        self._storage, self._spec, self._itemsize, self.device = base._local.untyped_storage(), x._spec, itemsize, base.device
 
     @property
     def _cdata(self) -> int:
@@ -171,7 +171,7 @@ def data_ptr(self: GlobalTensor) -> Any:
     if local.is_meta:
         return 0  # as of every tensor on that device
     offset = 0 if isinstance(self, MovedView) else local.storage_offset() * local.element_size()
-    return Address(_torch.storage_key(local) + offset, self._spec.shown)
+    return Address(_torch.storage_key(local) + offset, self._spec)
 
 
 def untyped_storage(self: GlobalTensor) -> Any:
@@ -227,7 +227,7 @@ def dlpack_device(self: GlobalTensor) -> Any:
 
 def cuda_array_interface(self: GlobalTensor) -> Any:
     if self._spec.placement.type == "cuda" and not is_whole(self._spec, world().rank):
-        raise InterfaceError(refusal("__cuda_array_interface__", self._spec.shown))
+        raise InterfaceError(refusal("__cuda_array_interface__", self._spec))
     return self._local.__cuda_array_interface__
 
 
@@ -249,7 +249,7 @@ def _check_data(tensor: Any, value: Any) -> None:
 
 def _refuse_to_take(how: str, value: GlobalTensor) -> NoReturn:
     raise StorageError(
-        f"plain{how} with a global tensor x ({value._spec.shown!r}): a plain tensor has memory of its own, and would take over that of a global one, which has "
+        f"plain{how} with a global tensor x ({value._spec!r}): a plain tensor has memory of its own, and would take over that of a global one, which has "
         "none. Make the tensor global, of a module's parameters module.to_global(placement, sbp): then its .data may be set to x. "
         f"Or give it memory that is on this rank: plain{how.replace('x', 'x.to_local()')}, this rank's part"
     )

@@ -408,8 +408,13 @@ def disk_is_full(folder: str) -> None:
     meet()
     assert path.read_bytes() == before
     meet()
+    flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0, _use_new_zipfile_serialization=False)
+    assert torch.equal(torch.load(path)["w"], rows())
     own = path.with_name(f"own.{flow.env.get_rank()}")
+    flow.save({"w": large}, own, _use_new_zipfile_serialization=False)
+    assert torch.load(own)["w"]._spec is large._spec
     flow.save({"w": large}, own)
+    assert torch.load(own)["w"]._spec is large._spec
     before = own.read_bytes()
     with full_disk(), pytest.raises(OSError, match="File too large"):
         flow.save({"w": large}, own)
