@@ -14,6 +14,7 @@ from . import borrowed as _borrowed
 from . import associative as _associative
 from . import tracebacks as _tracebacks
 from . import flex as _flex  # (wraps torch's when it is imported)
+from . import savers as _savers
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
@@ -26,6 +27,7 @@ from .distributed.spawn import run, spawn
 from .local_map import local_map
 from .pace import guard
 from .parallelize import parallelize
+from .pickling import rebuild_global_tensor  # (the name that files have for it)
 from .placement import Placement, placement
 from .replicas import check_replicas
 from .reducer import counts_ride, no_sync, reduce_dtype
@@ -45,6 +47,7 @@ _functions.install()
 _optimizers.install()
 _borrowed.install()
 _associative.install()
+_savers.install()
 
 __version__ = "0.1.0"
 

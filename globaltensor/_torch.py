@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ any_autocast = torch._C._is_any_autocast_enabled
 
 #: The kernel by which torch reads a number out of a tensor that stands for one among a function's arguments: ``torch.arange(lengths.max())``.
 READING_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+#: The kernel of ``tensor.set_(source)``, which asks the tensor alone whether it overrides that.
+TAKING_MEMORY = torch.ops.aten.set_.source_Tensor
 
 #: Copies a list of tensors into another, of the same shapes: one call instead of one for each.
 copy_all = torch._foreach_copy_
@@ -503,3 +507,42 @@ def wrap_flex_attention(around: Any, refused: Any) -> None:
         home._validate_sdpa_input = lambda *args, **kwargs: refused(*args[:3]) or check(*args, **kwargs)
 
     when_imported("torch.nn.attention.flex_attention", change)
+
+
+class _Data(property):
+    """The attribute ``data`` of torch.Tensor with a check before it is set. Recorders ask for its name (properties have one since Python 3.13)."""
+
+    __name__ = "data"
+
+
+def guard_data(check: Any) -> None:
+    """Let ``check(tensor, value)`` run before ``tensor.data = value``: torch asks the tensor alone whether it overrides that, never the value, and takes over
+    the value's memory, which a tensor without storage doesn't have.
+
+    The attribute is read in C as before, by the name that its descriptor gets here.
+    """
+    descriptor = torch._C.TensorBase.data
+    take = descriptor.__set__
+
+    def set_data(tensor: torch.Tensor, value: Any) -> None:
+        check(tensor, value)
+        take(tensor, value)
+
+    torch.Tensor._data_in_c = descriptor  # type: ignore[attr-defined]
+    torch.Tensor.data = _Data(operator.attrgetter("_data_in_c"), set_data, descriptor.__delete__, doc=descriptor.__doc__)  # type: ignore[assignment, misc]
+
+
+def wrap_dlpack(held: Any) -> None:
+    """Let ``held(tensor)`` stand for the tensor that torch's exporters to DLPack are given: they read its memory and ask nobody."""
+    for home, name in ((torch._C, "_to_dlpack"), (torch._C, "_to_dlpack_versioned"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
+        export = getattr(home, name, None)
+        if export is not None:
+            setattr(home, name, _exporting(export, held))
+
+
+def _exporting(export: Any, held: Any) -> Any:
+    @functools.wraps(export)
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return export(held(tensor), *args, **kwargs)
+
+    return run

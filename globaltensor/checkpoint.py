@@ -12,12 +12,14 @@ import torch
 
 from . import _torch
 from .distributed.world import placeholder, world
-from .errors import SbpError, WorldError
+from .errors import PartError, SbpError, WorldError
+from .memory import is_whole
+from .outputs import Replacement
+from .pickling import GATHERED, rebuild_global_tensor
 from .placement import Placement
 from .plans import replaced, tensors_in
 from .sbp import Sbp, broadcast
 from .spec import Spec, made, stored
-from .tensor import GATHERED, rebuild
 from .wrapper import GlobalTensor
 
 __all__ = ["load", "save"]
@@ -28,53 +30,73 @@ __all__ = ["load", "save"]
 def save(obj: Any, f: Any, *args: Any, global_dst_rank: int | None = None, save_as_external_data: bool = False, **options: Any) -> None:
     """``torch.save``. With ``global_dst_rank`` every rank calls it, and that one alone writes: whole values, which plain PyTorch reads too.
 
-    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then.
+    Without, each rank that calls writes its own part of each global tensor, for the same rank of a world of the same size; name files by rank then. A file at
+    a path is replaced when the new one is complete: until then the old one stays.
     ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they are. Raises WorldError on every rank where writing fails.
     """
     if global_dst_rank is None:
-        torch.save(obj, f, *args, **options)
+        if not isinstance(f, (str, os.PathLike)):
+            torch.save(obj, f, *args, **options)
+            return
+        sink = _Sink(f)
+        sink.take(obj, *args, **options)
+        if sink.error is not None:
+            raise sink.error
         return
     here = world()
     _one_of(here.size, "global_dst_rank", global_dst_rank)
     token, sink = GATHERED.set(global_dst_rank), _Sink(f if here.rank == global_dst_rank else None)
     try:
         # Ranks that write nothing go through the object all the same: what lies on them is asked for in one order.
-        torch.save(obj, sink, *args, **options)  # type: ignore[arg-type]
+        sink.take(obj, *args, **options)
     finally:
         GATHERED.reset(token)
-        sink.close()
     told = here.comm(tuple(range(here.size))).all_gather_object("" if sink.error is None else str(sink.error))
     if any(told):
         raise WorldError(f"save: rank {global_dst_rank} could not write the file: {next(filter(None, told))}")
 
 
 class _Sink:
-    """Where one rank writes, and the others write nothing. What goes wrong is kept for the end: the others are on their way through the object too."""
+    """Where one rank writes, and the others write nothing. A path gets its file when that is complete. What goes wrong is kept for the end: the others are on
+    their way through the object too."""
 
     def __init__(self, f: Any) -> None:
         self.error: OSError | None = None
-        self._own = isinstance(f, (str, os.PathLike))
+        self._new: Replacement | None = None
         self._file: Any = f
+        if isinstance(f, (str, os.PathLike)):
+            self._try(self._open, f)
+
+    def _open(self, path: str | os.PathLike[str]) -> None:
+        self._file = None
+        self._new = Replacement(path)
+        self._file = self._new.file
+
+    def take(self, obj: Any, *args: Any, **options: Any) -> None:
+        """Write a whole object."""
         try:
-            self._file = open(f, "wb") if self._own else f  # noqa: SIM115 - closed by who made this
-        except OSError as error:
-            self.error, self._file = error, None
+            torch.save(obj, self, *args, **options)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.error = self.error or OSError(str(error))
+            raise
+        finally:
+            if self._new is not None:
+                self._try(self._new.commit)
+                self._new.abandon()
 
     def write(self, data: Any) -> int:
-        self._try("write", data)
+        if self._file is not None:
+            self._try(self._file.write, data)
         return len(data)
 
     def flush(self) -> None:
-        self._try("flush")
+        if self._file is not None:
+            self._try(self._file.flush)
 
-    def close(self) -> None:
-        if self._own:
-            self._try("close")
-
-    def _try(self, what: str, *args: Any) -> None:
-        if self._file is not None and self.error is None:
+    def _try(self, act: Any, *args: Any) -> None:
+        if self.error is None:
             try:
-                getattr(self._file, what)(*args)
+                act(*args)
             except OSError as error:
                 self.error = error
 
@@ -95,7 +117,7 @@ def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | No
     if here.rank == global_src_rank:
         try:
             read = torch.load(f, "cpu", *args, **options)
-            found = tensors_in(read, [])
+            found = [_value(t) for t in tensors_in(read, [])]
             mine = "", replaced(read, iter([torch.empty(0)] * len(found))), [(t.shape, t.dtype) for t in found]
         except Exception as error:
             mine = f"{type(error).__name__}: {error}", None, []
@@ -110,6 +132,18 @@ def load(f: Any, map_location: Any = None, *args: Any, global_src_rank: int | No
     elif map_location is not None:
         whole = [t.to(map_location) for t in whole]
     return replaced(shell, iter(whole))
+
+
+def _value(t: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor out of a file, which may be a global one that the rank which wrote it had whole."""
+    if not isinstance(t, GlobalTensor):
+        return t
+    if not is_whole(t._spec, world().rank):
+        raise PartError(
+            f"it holds a part of a global tensor ({t._spec!r}), not its value: write it by flow.save(obj, path, global_dst_rank=0), called on every rank; "
+            "or read it by flow.load(path) on the rank that has written it"
+        )
+    return t._local
 
 
 def _one_of(size: int, name: str, rank: Any) -> None:
@@ -187,7 +221,7 @@ def install() -> None:
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]
-    torch.serialization.add_safe_globals([rebuild, made, stored, Placement, Sbp])
+    torch.serialization.add_safe_globals([rebuild_global_tensor, made, stored, Placement, Sbp])
 
 
 install()

@@ -68,7 +68,7 @@ def _whole(name: str) -> Make:
             return placeholder(spec)
         whole = getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type))
         if name in _OF_DATA and world().compares and len(spec.placement.flat) > 1:
-            check_replicated(whole, spec.placement.flat, name)
+            check_replicated(whole, spec.placement, name)
         return part(whole, spec)
 
     return make

@@ -55,6 +55,18 @@ class KernelError(GlobalTensorError):
     """A global tensor reached a kernel below the function level."""
 
 
+class StorageError(GlobalTensorError, BufferError):
+    """The memory of a global tensor was asked for, which lies in parts on several ranks. (A BufferError: that is what DLPack's protocol wants to see.)"""
+
+
+class InterfaceError(StorageError, AttributeError):
+    """The same, of an attribute that other libraries look for: ``hasattr`` is False of it."""
+
+
+class PartError(GlobalTensorError):
+    """A file holds another part of a global tensor than the rank that reads it needs."""
+
+
 class FallbackWarning(UserWarning):
     """A function without a rule ran on whole tensors."""
 

@@ -10,12 +10,13 @@ shares are gathered into the parameter, many at a time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import _torch
 from .boxing import box
 from .distributed.world import world
+from .errors import ShapeError
 from .gradients import local_grad
+from .placement import Placement
 from .sbp import broadcast, partial_sum
 from .spec import Spec, Stored
 from .wrapper import GlobalTensor
@@ -443,12 +446,70 @@ def relay(optimizer: Optimizer) -> None:
     """What an optimizer steps of its parameters has changed: lay its state likewise. Collective."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            for k, v in optimizer.state.get(p, {}).items():
-                if isinstance(p, GlobalTensor) and isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
-                    optimizer.state[p][k] = _beside(stepped(p), v)
+            if known := optimizer.state.get(p):
+                _relay_state(p, known)
     if optimizer in _swaps:
         _swaps[optimizer].twins.clear()
         _swaps[optimizer].places = _swaps[optimizer].last = None
+
+
+def _relay_state(p: torch.Tensor, known: State) -> None:
+    """Lay out the state of one parameter. A loaded state may share its tensors with another optimizer: one that no longer shares moments must not share counts
+    of steps either."""
+    laid = {k: _laid(p, v, k) for k, v in known.items()}
+    moved = any(laid[k] is not v for k, v in known.items())
+    for k, v in laid.items():
+        known[k] = v.clone() if moved and v is known[k] and isinstance(v, torch.Tensor) else v
+
+
+def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
+    """Lay out a value of a parameter's state: each tensor of the parameter's shape as what is stepped of it. Counts of steps stay as they are."""
+    if type(value) is dict:
+        return {k: _laid(p, v, k) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_laid(p, v, key) for v in value)
+    if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
+        if isinstance(p, GlobalTensor):
+            return _beside(stepped(p), value)
+        if isinstance(value, GlobalTensor):  # of a parameter that is on each rank
+            everyone = Placement(value.placement.type, list(range(world().size)))
+            return value.detach().to_global(placement=everyone, sbp=broadcast).to_local().to(p.device)  # type: ignore[attr-defined]
+    return value
+
+
+def _taking(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """As torch's. State of a parameter's shape, which may come whole, then lies as the parameter does. Collective where it has to move.
+
+        Raises ShapeError, and leaves the optimizer as it was, where the state of an elementwise optimizer has not its parameter's shape."""
+        if self in _swaps:
+            _swaps[self].leave(self)  # of a step that failed half way
+        before = self.state, self.param_groups
+        load(self, *args, **kwargs)
+        try:
+            _check_shapes(self)
+            relay(self)
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
+
+    return load_state_dict
+
+
+def _check_shapes(optimizer: Optimizer) -> None:
+    """Raises ShapeError, before anything moves. State of one element (a count, a product of rates) may have any number of dims."""
+    if type(optimizer) not in ELEMENTWISE:
+        return
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            for key, v in optimizer.state.get(p, {}).items():
+                if isinstance(p, GlobalTensor) and isinstance(v, torch.Tensor) and v.shape != p.shape and v.numel() != 1:
+                    raise ShapeError(
+                        f"load_state_dict of {type(optimizer).__name__}: {key!r} of parameter {j} of group {i} has shape {list(v.shape)}, the parameter "
+                        f"{list(p.shape)}: give the whole value, a plain tensor that is the same on every rank or a global one; a rank's own part becomes one "
+                        f"by x.to_global(placement, sbp) (here {p._spec!r})"
+                    )
 
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
@@ -497,5 +558,6 @@ def _leave_for_reading(optimizer: Optimizer) -> None:
 
 
 def install() -> None:
+    Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_enter)
     register_optimizer_step_post_hook(_leave)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from . import _torch
 from .boxing import box
 from .distributed.comm import as_bytes, flatten
 from .distributed.world import placeholder, world
+from .placement import Placement
 from .reducer import watch
 from .spec import Spec
 from .user_code import caller_frame
@@ -48,7 +48,7 @@ def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
     if spec.placement.coordinate(here.rank) is None:
         return placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
     if checked and here.compares and len(spec.placement.flat) > 1:
-        check_replicated(tensor, spec.placement.flat, purpose)
+        check_replicated(tensor, spec.placement, purpose)
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(here.device(spec.placement.type))
     if graph:
@@ -56,16 +56,16 @@ def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
     return tensor
 
 
-def check_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str, place: Any = None) -> None:
+def check_replicated(tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str, place: Any = None) -> None:
     """Compare a plain tensor with those of the other ranks: the first 16 times that the program comes to this place, then at intervals that grow by an eighth.
 
-    ``place``: what to count by; None: the line of code that has called this library. Collective at these times; all of ``ranks`` call it. Raises
-    DivergenceError, on every rank, naming the line, who holds what, and how to say what is meant.
+    ``place``: what to count by, beside the ranks; None: the line of code that has called this library. Collective at these times; all of ``ranks`` call it.
+    Raises DivergenceError, on every rank, naming the line, who holds what, and how to say what is meant.
     """
     if place is None:
         frame = caller_frame()
         place = (frame.f_code, frame.f_lasti, purpose) if frame is not None else purpose
-    here = world()
+    here, place = world(), (place, ranks)  # ranks of several placements come to one place not equally often
     known = here.plain_places.get(place)
     if known is None:
         if len(here.plain_places) >= _MAX_PLACES:
@@ -80,7 +80,7 @@ def check_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str, p
         return
     with torch.no_grad(), _torch.unobserved():
         digest, text = _content(tensor)
-    here.comm(tuple(sorted(ranks))).compare_plain(digest, text, purpose)
+    here.comm(tuple(sorted(ranks.flat if isinstance(ranks, Placement) else ranks))).compare_plain(digest, text, purpose)
 
 
 def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy as copying
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import _torch, gradients, hooks, reducer, sharded
+from . import _torch, gradients, hooks, memory, reducer, sharded
 from .boxing import box
 from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
@@ -19,6 +18,7 @@ from .dispatch import HANDLERS, into_plain, record
 from .distributed.world import placeholder, world
 from .errors import GlobalTensorError, LocalTensorError, PlacementError, RenamedError, SbpError
 from .moved import MovedView, twin, written
+from .pickling import reduce_ex, remade
 from .placement import Placement
 from .plans import admit_signs
 from .promote import promote
@@ -348,38 +348,12 @@ def is_nonzero(self: GlobalTensor) -> bool:
     return bool(full(self))
 
 
-def rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None = None) -> GlobalTensor:
-    if local.numel() or spec.placement.type != "cpu":
-        local = local.to(world().device(spec.placement.type))
-    out = GlobalTensor.without_slots(local, spec)
-    if is_parameter:
-        out._is_param = True  # type: ignore[attr-defined]
-    out._reduce_dtype = reduce_dtype
-    if requires_grad:
-        set_requires_grad(out, True)
-    return out
-
-
-#: The rank that a pickle is for which holds whole values (checkpoint.save).
-GATHERED: ContextVar[int | None] = ContextVar("globaltensor_gathered", default=None)
-
-
-def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
-    """Pickled as this rank's part and its spec: to be read by the same rank of a world of the same size. Inside `checkpoint.save` by one rank as the whole
-    value, an ordinary tensor."""
-    if (target := GATHERED.get()) is not None:
-        home = Spec.make(self.shape, self.dtype, Placement("cpu", [target]), [broadcast])
-        whole = box(self._local.detach(), self._spec, home, why="to_global").requires_grad_(self.requires_grad)
-        return (torch.nn.Parameter(whole, self.requires_grad) if getattr(self, "_is_param", False) else whole).__reduce_ex__(protocol)
-    return rebuild, (self._local.detach().cpu(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
-
-
 def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     if id(self) in memo:
         return memo[id(self)]  # type: ignore[no-any-return]
     if not self._local.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
-    out = memo[id(self)] = rebuild(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
+    out = memo[id(self)] = remade(self._local.detach().clone(), self._spec, self.requires_grad, getattr(self, "_is_param", False), self._reduce_dtype)
     grad = self.grad
     if grad is not None:
         out.grad = copying.deepcopy(grad, memo)
@@ -410,9 +384,9 @@ METHODS: dict[str, Any] = {
     "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout),
     "is_sparse": property(lambda self: self._local.is_sparse),
     **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
-    "data_ptr": lambda self: _torch.storage_key(self._local) if _torch.is_fake(self._local) else self._local.data_ptr(),
-    **{name: of_local(name) for name in ("is_contiguous", "storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
-    **{name: of_local(name) for name in ("is_set_to", "is_shared", "is_signed", "is_conj", "is_neg")},
+    **{name: of_local(name) for name in ("is_contiguous", "is_pinned", "get_device", "is_inference", "is_signed", "is_conj", "is_neg")},
+    **{name: of_local(name) for name in ("is_shared", "storage_type")},
+    **memory.METHODS,
 }  # fmt: skip
 
 #: Those that make or move tensors: a graph that is being captured sees them as it sees torch's functions.
@@ -438,6 +412,7 @@ def install() -> None:
     for name, value in PLAIN.items():
         setattr(torch.Tensor, name, value)
     hooks.install()
+    memory.install()
 
 
 def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -463,11 +438,12 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
 
-for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj", "is_neg", "is_signed"):
+for _name in ("detach", "detach_", "clone", "is_inference", "is_shared", "storage_type", "is_conj", "is_neg", "is_signed"):
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
+HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(args[1].shape, **kwargs)
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[_torch.may_take_data] = _may_take_data
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast

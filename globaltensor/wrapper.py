@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec, Stored
 
-__all__ = ["ORDINARY", "SEEN_AS", "GlobalTensor", "Memory", "SlottedGlobalTensor"]
+__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "GlobalTensor", "Memory", "SlottedGlobalTensor"]
 
 #: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
+
+
+#: Kernels that have a refusal of their own: kernel -> ``refuse(args)``, which raises (``memory.py``).
+REFUSED: dict[Any, Callable[[Any], None]] = {}
 
 
 class Memory:
@@ -64,6 +69,8 @@ class GlobalTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.READING_A_NUMBER:
             return args[0].item()
+        if (refuse := REFUSED.get(func)) is not None:
+            refuse(args)
         raise KernelError(kernel_message(f"the kernel {func}"))
 
     @property

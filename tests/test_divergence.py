@@ -158,6 +158,9 @@ def ranks_outside() -> None:
     mine = flow.placement("cpu", [0, 1] if rank < 2 else [2, 3])
     z = torch.ones(4).to_global(mine, B, check_meta=False) * (2 if rank < 2 else 3)  # type: ignore[attr-defined]  # replicas of their own
     assert (z + torch.full((4,), float(rank // 2))).to_local()[0] == (2 if rank < 2 else 4)
+    # A place that ranks come to with tensors of several placements, not all of them equally often.
+    for place in (pair, line(), pair, pair, line(), line()):
+        torch.ones(4, 2).to_global(place, B, check_meta=False) + torch.full((2,), float(place is pair))  # type: ignore[attr-defined]
     world().comm(tuple(range(4))).barrier()
     with pytest.raises(DivergenceError, match="ranks? 3"):
         x + torch.full((8,), float(rank)) if rank in (1, 3) else _raise()

@@ -496,7 +496,7 @@ def asked_on_ranks() -> None:
     placement = flow.placement("cpu", [0, 1])
     model, x = nn.Linear(4, 4).to_global(placement, B), values(4, 4).float().to_global(placement, B).to_global(sbp=S(0))
     for what, function in ASKING.items():
-        if what not in ("tensor of tensors", "constant from outside", "dlpack"):
+        if what not in ("tensor of tensors", "constant from outside"):
             with pytest.raises(GraphError, match=rf"{FILE}:{function.__code__.co_firstlineno}"):
                 graph_of(model, function)(x)
 

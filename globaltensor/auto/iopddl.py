@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-from ..outputs import check_writable
+from ..outputs import check_writable, write_text
 from .solver import Problem, ProblemError, Solution, from_iopddl, solve
 
 #: Kept back for the step that is under way when time is up and for writing the answer, in seconds and as a share of the time limit.
@@ -56,8 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {missing(problem, solution, options.seconds)}\n")
         return 1
     if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(solution.choice, file)
+        write_text(options.out, json.dumps(solution.choice))
     gap = "optimal" if solution.optimal else f"gap {solution.gap:.4%}"
     lines = [f"cost {solution.cost}", f"bound {solution.bound}", gap, f"feasible yes, peak usage {solution.peak}, limit {problem.usage_limit}"]
     lines.append(f"seconds {time.monotonic() - started:.1f}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import GlobalTensorError
+from ..outputs import write_text
 
 __all__ = ["Alternative", "Change", "Given", "Other", "Plan", "PlanError", "PlannedCall"]
 
@@ -169,7 +170,7 @@ class Plan:
         """Write the report as a page that needs nothing else: calls by module, changes of layout, memory over time, timeline, alternatives."""
         from .html import page
 
-        Path(path).write_text(page(self), encoding="utf-8")
+        write_text(path, page(self))
 
     def __str__(self) -> str:
         from .report import summary
@@ -178,7 +179,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        Path(path).write_text(self.to_json())
+        write_text(path, self.to_json())
 
     def to_json(self) -> str:
         """As JSON; what costs inf costs null there."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ClusterError
+from ..outputs import write_text
 from .measured import Curve
 from .model import Cluster
 
@@ -35,7 +36,7 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     """See `Cluster.save`."""
-    Path(path).write_text(json.dumps(as_json(cluster), indent=1) + "\n")
+    write_text(path, json.dumps(as_json(cluster), indent=1) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Cluster:

@@ -287,7 +287,7 @@ class Graph:
         if here.compares and any(isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)):
             for i, t in enumerate(given):
                 if not isinstance(t, GlobalTensor):
-                    check_replicated(t, range(here.size), f"input {i} of {self.name}", place=(self.name, i))
+                    check_replicated(t, tuple(range(here.size)), f"input {i} of {self.name}", place=(self.name, i))
 
     def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""

@@ -18,6 +18,7 @@ from torch import fx
 from .. import sharded
 from ..boxing import box
 from ..boxing import plan as route_of
+from ..outputs import write_text
 from ..plans import name_of, replaced, tensors_in
 from ..rules import RULES, Arg, Op, rule_of
 from ..sbp import Sbp, broadcast, partial_sum
@@ -113,7 +114,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, which may be edited: what counts when it is used are the ``wanted`` of operands."""
-        Path(path).write_text(json.dumps({"version": VERSION, "ops": [dataclasses.asdict(op) for op in self.ops]}, indent=1))
+        write_text(path, json.dumps({"version": VERSION, "ops": [dataclasses.asdict(op) for op in self.ops]}, indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

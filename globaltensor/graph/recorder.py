@@ -140,7 +140,7 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     if name == "__set__" and isinstance(owner, types.GetSetDescriptorType):
         return setattr, (args[0], owner.__name__, args[1])
     if name in ("__get__", "__set__") and isinstance(owner, property):
-        field = owner.fget.__name__ if owner.fget is not None else ""
+        field = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
         return (getattr, (args[0], field)) if name == "__get__" else (setattr, (args[0], field, args[1]))
     name = _OPERATORS.get(func, name)
     if name and getattr(torch.Tensor, name, None) is func:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...outputs import replacing
 from .problem import Array, Problem, ProblemError, numbers
 
 FORMAT = "globaltensor problem 1"
@@ -32,7 +33,7 @@ def save(problem: Problem, path: str | os.PathLike[str]) -> None:
     ]
     whole = {"format": FORMAT, "name": problem.name, "usage_limit": problem.usage_limit, "nodes": nodes, "tables": rows, "edges": edges}
     text = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
-    with open(path, "wb") as file:
+    with replacing(path) as file:
         file.write(gzip.compress(text, 5, mtime=0) if str(path).endswith(".gz") else text)
 
 

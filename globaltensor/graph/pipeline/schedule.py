@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import ScheduleError
+from ...outputs import write_text
 
 __all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "known", "schedule"]
 
@@ -85,9 +86,8 @@ class Schedule:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON: name, lanes, micros, and a line of actions for each lane, as printed."""
         rows = [" ".join(map(str, row)) for row in self.rows]
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"name": self.name, "lanes": list(self.lanes), "micros": self.micros, "rows": rows}, file, indent=2)
-            file.write("\n")
+        data = {"name": self.name, "lanes": list(self.lanes), "micros": self.micros, "rows": rows}
+        write_text(path, json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import ScheduleError
+from ...outputs import write_text
 from .schedule import KINDS, Action, Span
 
 __all__ = ["Timeline", "save_trace", "timeline", "trace"]
@@ -133,8 +134,7 @@ def trace(**sources: Timeline | Iterable[Span]) -> dict[str, Any]:
 
 def save_trace(path: str | os.PathLike[str], **sources: Timeline | Iterable[Span]) -> None:
     """Write `trace` of the sources as JSON."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(trace(**sources), file)
+    write_text(path, json.dumps(trace(**sources)))
 
 
 def _event(name: str, pid: int, lane: int, start: float, end: float) -> dict[str, Any]:

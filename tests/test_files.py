@@ -1,0 +1,687 @@
+"""Files know what they hold: parts that say which part they are, files that are replaced whole, states that are laid out as they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import io
+import itertools
+import os
+import pickle
+import pickletools
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+from torch import nn
+
+import globaltensor as flow
+from globaltensor.auto.solver import Problem
+from globaltensor.auto.solver.files import save as save_problem
+from globaltensor.distributed.launch import reserved_port
+from globaltensor.errors import PartError, ShapeError, WorldError
+from globaltensor.graph import pipeline
+from globaltensor.graph.plan import Plan, PlannedOp
+from globaltensor.outputs import Replacement, replacing, write_text
+from globaltensor.spec import Stored
+
+B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
+
+
+def spread(t: torch.Tensor, sbp: Any, placement: Any = None) -> Any:
+    where = placement or flow.placement.all("cpu")
+    return t.clone().to_global(where, [B] * where.axes).to_global(sbp=sbp).detach()
+
+
+def rows(n: int = 4) -> torch.Tensor:
+    return torch.arange(n * 3.0).view(n, 3)
+
+
+def whole(x: Any) -> torch.Tensor:
+    """The value, on every rank."""
+    return torch.from_numpy(x.detach().numpy())
+
+
+def refused(path: Path, **options: Any) -> str:
+    """What reading says, and that it does so."""
+    with pytest.raises(PartError) as caught:
+        torch.load(path, **options)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a part is not another part
+
+
+def read_by_others(folder: str) -> None:
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    line, path = flow.placement.all("cpu"), Path(folder)
+    weight = nn.Parameter(spread(rows(5), S(0)))
+    parts = {
+        "rows": spread(rows(5), S(0)),
+        "columns": spread(rows(), S(1)),
+        "tiny": spread(rows(1), S(0)),
+        "sum": spread(rows(), P),
+        "integers": spread(rows().long(), S(0)),
+        "parameter": weight,
+        "nested": {"state": {0: {"exp_avg": [spread(rows(), S(0))]}}},
+        "units": spread(torch.ones(2, 3, 4), S(1)).flatten(1),
+    }
+    for name, value in parts.items():
+        if rank == 0:
+            torch.save(value, path / name)
+        meet()
+        for options in ({"weights_only": True}, {"weights_only": False}):
+            if rank:
+                said = refused(path / name, **options)
+                assert "flow.save(obj, path, global_dst_rank=0)" in said
+                assert "torch.distributed.checkpoint" in said
+                assert f"written by rank 0 of a world of {n}" in said
+            else:
+                torch.load(path / name, **options)
+    if rank:
+        theirs, mine = parts["rows"]._spec.box(0), parts["rows"]._spec.box(rank)
+        assert f"part [0:{theirs[1][0]}, 0:3] of a global tensor (f32[5, 3] S(0)" in refused(path / "rows")
+        assert f"rank {rank} of {n} needs part [{mine[0][0]}:{mine[0][0] + mine[1][0]}, 0:3]" in refused(path / "rows")
+        assert "number 0 of the parts of a sum" in refused(path / "sum")
+    wholes = {"b": spread(rows(), B), "w": nn.Parameter(spread(rows(), B)), "n": spread(torch.tensor(3), B)}
+    wholes["first"] = spread(rows(), B, flow.placement("cpu", [0]))
+    if rank == 0:
+        torch.save(wholes, path / "whole")
+    meet()
+    got = torch.load(path / "whole")
+    for name in ("b", "w", "n"):
+        assert torch.equal(got[name].to_local(), wholes[name].to_local())
+        assert got[name].placement == line
+    assert isinstance(got["w"], nn.Parameter)
+    assert torch.equal(whole(got["first"]), rows())  # on the rank that has it, wherever it was read
+
+
+def meet() -> None:
+    """All ranks have come here."""
+    flow.zeros(1, placement=flow.placement.all("cpu"), sbp=P).numpy()
+
+
+def test_a_part_is_not_read_as_another(tmp_path: Path) -> None:
+    run_on(2, read_by_others, str(tmp_path))
+    (tmp_path / "four").mkdir()
+    run_on(4, read_by_others, str(tmp_path / "four"))
+
+
+def trained(model: Any, optimizer: Any) -> None:
+    x: Any = torch.ones(4, 3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))).square().mean().backward()
+        optimizer.step()
+
+
+def one_saves_all_load(folder: str, plan: str) -> None:
+    rank, path = flow.env.get_rank(), Path(folder)
+    torch.manual_seed(0)
+    model = flow.parallelize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), flow.placement.all("cpu"), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    if rank == 0:
+        torch.save(model.state_dict(), path / "model.pt")
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+        torch.save({"model": model, "step": 3}, path / "all.pt")
+    meet()
+    for name in ("model.pt", "optimizer.pt", "all.pt"):
+        if rank and plan == "fsdp":
+            refused(path / name, weights_only=False)
+        else:
+            got = torch.load(path / name, weights_only=False)
+            if plan == "data" and name == "model.pt":
+                assert all(torch.equal(got[k].to_local(), v.to_local()) for k, v in model.state_dict().items())
+
+
+def test_one_rank_saves_and_all_load(tmp_path: Path) -> None:
+    for plan in ("fsdp", "data"):
+        (tmp_path / plan).mkdir()
+        run_on(2, one_saves_all_load, str(tmp_path / plan), plan)
+
+
+def grids(folder: str) -> None:
+    rank, path = flow.env.get_rank(), Path(folder)
+    grid, half = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [0, 1])
+    layouts = {"s b": [S(0), B], "b s": [B, S(0)], "s p": [S(0), P]}
+    values = {**{name: spread(rows(5), layout, grid) for name, layout in layouts.items()}, "half": spread(rows(), S(0), half)}
+    split, shown = values["s b"]._spec.replace(layout=[S(0), S(1)]), values["s b"]._spec
+    share = spread(rows(5), [S(0), S(1)], grid)
+    values["share"] = flow.GlobalTensor.wrap(share.to_local(), Stored.of(split, shown, [1]))
+    for name, value in values.items():
+        torch.save(value, path / f"{name}.{rank}")
+    meet()
+    same = {"s b": [(0, 1), (2, 3)], "b s": [(0, 2), (1, 3)], "s p": [], "half": [(2, 3)], "share": []}
+    for name, value in values.items():
+        for writer in range(4):
+            alike = writer == rank or any({writer, rank} == set(pair) for pair in same[name])
+            alike = alike or (name == "half" and rank > 1)  # nothing is needed there
+            if alike:
+                got = torch.load(path / f"{name}.{writer}")
+                assert got._spec is value._spec
+                assert torch.equal(got._local, value._local)
+            else:
+                said = refused(path / f"{name}.{writer}")
+                assert ("holds nothing" in said) == (name == "half" and writer > 1)
+
+
+def test_ranks_that_hold_the_same_part_may_read_it(tmp_path: Path) -> None:
+    run_on(4, grids, str(tmp_path))
+
+
+def write_for_others(folder: str) -> None:
+    state = {"part": spread(rows(), S(0)), "whole": spread(rows(), B), "on one": spread(rows(), S(0), flow.placement("cpu", [0]))}
+    for name, value in state.items():
+        if flow.env.get_rank() == 0:
+            torch.save(value, f"{folder}/{name}")
+    meet()
+
+
+def read_in_another_world(folder: str) -> None:
+    n = flow.env.get_world_size()
+    said = refused(Path(folder) / "part")
+    assert "written by rank 0 of a world of" in said
+    assert f"this is rank {flow.env.get_rank()} of a world of {n}" in said
+    for name in ("whole", "on one"):
+        got = torch.load(f"{folder}/{name}")
+        assert torch.equal(whole(got), rows())
+        plain = nn.Linear(3, 4, bias=False)
+        plain.load_state_dict({"weight": got})
+        assert torch.equal(plain.weight.detach(), rows())
+        model: Any = nn.Linear(3, 4, bias=False).to_global(flow.placement.all("cpu"), S(0))  # type: ignore[operator]
+        model.load_state_dict({"weight": got})
+        assert torch.equal(whole(model.weight), rows())
+
+
+def test_worlds_of_other_sizes(tmp_path: Path) -> None:
+    for n, others in ((4, (2,)), (2, (4,))):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        run_on(n, write_for_others, str(folder))
+        for m in others:
+            run_on(m, read_in_another_world, str(folder))
+        read_in_another_world(str(folder))  # a world of one
+
+
+def forked(x: Any) -> Any:
+    from multiprocessing.reduction import ForkingPickler
+
+    return ForkingPickler.dumps(x)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """A data set with a global tensor in it, which gives some of its own, too."""
+
+    def __init__(self) -> None:
+        self.x = spread(rows(), S(0))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return i, self.x
+
+
+def loaded() -> None:
+    batches = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=1)
+    for i, (number, x) in enumerate(batches):
+        assert number == i
+        assert torch.equal(whole(x), rows())
+
+
+def test_what_a_rank_sends_to_itself_comes_back() -> None:
+    run_on(2, what_goes_round)
+    run_on(2, loaded)
+
+
+def what_goes_round() -> None:
+    x = spread(rows(5), S(0))
+    for got in (pickle.loads(pickle.dumps(x)), copy.copy(x), copy.deepcopy(x), pickle.loads(bytes(forked(x)))):
+        assert got._spec is x._spec
+        assert torch.equal(whole(got), rows(5))
+
+
+def sent_to_others() -> None:
+    told: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(told, spread(rows(), B))
+    assert all(torch.equal(t.to_local(), rows()) for t in told)
+    with pytest.raises(PartError, match=r"each rank writes and reads a file of its own"):
+        torch.distributed.all_gather_object(told, spread(rows(), S(0)))
+
+
+def test_a_message_with_a_part_is_refused_by_another_rank() -> None:
+    run_on(2, sent_to_others)
+
+
+def test_a_file_names_one_function_of_this_library() -> None:
+    """Whatever moves in the package, files stay readable."""
+    x: Any = rows().to_global(flow.placement("cpu", [0]), S(0))  # type: ignore[attr-defined]
+    names = [arg for op, arg, _ in pickletools.genops(pickle.dumps(x, protocol=2)) if op.name == "GLOBAL" and arg.startswith("globaltensor")]
+    assert names == ["globaltensor rebuild_global_tensor"]
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(buffer) == []
+
+
+def parts_and_wholes(folder: str) -> None:
+    if flow.env.get_rank() == 0:
+        torch.save({"w": spread_alone(S(0))}, f"{folder}/alone")
+    x, y = spread(rows(), S(0)), spread(rows(), B)
+    if flow.env.get_rank() == 0:
+        torch.save({"w": x}, f"{folder}/part")
+        torch.save({"w": y}, f"{folder}/whole")
+    with pytest.raises(WorldError, match=r"rank 0 could not read the file: PartError: it holds a part of a global tensor"):
+        flow.load(f"{folder}/part", global_src_rank=0)
+    assert torch.equal(whole(flow.load(f"{folder}/whole", global_src_rank=0)["w"]), rows())
+    assert torch.equal(whole(flow.load(f"{folder}/alone", global_src_rank=0)["w"]), rows())
+
+
+def spread_alone(sbp: Any) -> Any:
+    return flow.GlobalTensor.wrap(rows(), flow.Spec.make((4, 3), torch.float32, flow.placement("cpu", [0]), [sbp]))
+
+
+def test_load_by_one_rank_of_a_file_with_parts(tmp_path: Path) -> None:
+    run_on(2, parts_and_wholes, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------- a file that is replaced
+
+SAVING = """
+import sys
+import torch
+import globaltensor as flow
+
+path = sys.argv[1]
+everyone = flow.placement.all("cpu")
+for i in range(1, 10_000):
+    x = torch.full((1 << 20,), float(i)).to_global(everyone, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
+    flow.save({"x": x, "same": [torch.full((1000,), i)]}, path, global_dst_rank=0)
+    if i == 1 and flow.env.get_rank() == 0:
+        print("saved", flush=True)
+"""
+
+
+def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that run a script."""
+    with reserved_port() as port:
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **common, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", script, *arguments]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return [subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)}, **streams) for r in range(2)]
+
+
+def test_a_file_is_whole_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
+    path, chance = tmp_path / "m.pt", random.Random(0)
+    for _ in range(4):
+        ranks = started(SAVING, str(path))
+        try:
+            assert ranks[0].stdout is not None
+            assert ranks[0].stdout.readline() == "saved\n"
+            time.sleep(chance.uniform(0, 0.1))
+        finally:
+            for rank in ranks:
+                rank.kill()  # SIGKILL
+            for rank in ranks:
+                rank.communicate()
+        got = torch.load(path)
+        assert got["x"].shape == (1 << 20,)
+        assert got["x"].unique().tolist() == got["same"][0].unique().tolist()
+
+
+def replaces(path: Path) -> None:
+    """Replace a file again and again, each time with another letter."""
+    for i in itertools.count():
+        with replacing(path) as file:
+            for _ in range(50):
+                file.write(letter(i) * 1000)
+
+
+def letter(i: int) -> bytes:
+    return bytes([ord("a") + i % 26])
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not nameless:
+        monkeypatch.setattr(os, "O_TMPFILE", 0)
+    path, chance = tmp_path / "text", random.Random(1)
+    path.write_bytes(b"-" * 50_000)
+    for _ in range(20):
+        pid = os.fork()
+        if not pid:
+            replaces(path)
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        text = path.read_bytes()
+        assert len(text) == 50_000
+        assert len(set(text)) == 1
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 50_000) -> Iterator[None]:
+    """Files of this process may not become larger than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Full(io.BytesIO):
+    """A file on a disk that is full."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def disk_is_full(folder: str) -> None:
+    path = Path(folder) / "m.pt"
+    flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0)
+    before = path.read_bytes()
+    large = spread(torch.ones(100_000), S(0))
+    with full_disk(), pytest.raises(WorldError, match=r"rank 0 could not write the file: .*File too large"):
+        flow.save({"w": large}, path, global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*No space left on device"):
+        flow.save({"w": large}, Full(), global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*nowhere"):
+        flow.save({"w": large}, path.parent / "nowhere" / "m.pt", global_dst_rank=0)
+    with pytest.raises(WorldError, match=r"rank 0 could not write the file: .*Is a directory"):
+        flow.save({"w": large}, path.parent, global_dst_rank=0)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        flow.save({"w": large, "f": lambda: 0}, path, global_dst_rank=0)
+    meet()
+    assert path.read_bytes() == before
+    meet()
+    flow.save({"w": spread(rows(), S(0))}, path, global_dst_rank=0, _use_new_zipfile_serialization=False)
+    assert torch.equal(torch.load(path)["w"], rows())
+    own = path.with_name(f"own.{flow.env.get_rank()}")
+    flow.save({"w": large}, own, _use_new_zipfile_serialization=False)
+    assert torch.load(own)["w"]._spec is large._spec
+    flow.save({"w": large}, own)
+    assert torch.load(own)["w"]._spec is large._spec
+    before = own.read_bytes()
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        flow.save({"w": large}, own)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        flow.save(lambda: 0, own)
+    assert own.read_bytes() == before
+    meet()
+    assert {p.name for p in path.parent.iterdir()} == {"m.pt", "own.0", "own.1"}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    run_on(2, disk_is_full, str(tmp_path))
+
+
+def writers(path: Path) -> dict[str, Callable[[], None]]:
+    problem = Problem("p")
+    problem.node(list(range(99)))
+    plan = Plan((PlannedOp("op" * 99, "f", "", None, "cpu", (), ()),))
+    cluster, turns = flow.Cluster.preset("dgx-h100"), pipeline.schedule("1f1b", [0, 1], 8)
+    done = [pipeline.Span(0, turns.rows[0][0], 0.0, 1.0)]
+    return {
+        "text": lambda: write_text(path, "x" * 1000),
+        "schedule": lambda: turns.save(path),
+        "trace": lambda: pipeline.save_trace(path, foretold=done),
+        "cluster": lambda: cluster.save(path),
+        "problem": lambda: save_problem(problem, path),
+        "plan": lambda: plan.save(path),
+    }
+
+
+def test_other_files_stay_too(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for name, write in writers(path).items():
+        path.write_text("old")
+        with full_disk(100), pytest.raises(OSError, match="File too large"):
+            write()
+        assert path.read_text() == "old", name
+        write()
+        assert len(path.read_text()) > 100
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_replaced_file_is_what_a_plain_open_would_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    before = os.umask(0o027)
+    try:
+        for nameless in (os.O_TMPFILE, 0):
+            monkeypatch.setattr(os, "O_TMPFILE", nameless)
+            new, old, target, link = (tmp_path / f"{name}{nameless}" for name in ("new", "old", "target", "link"))
+            write_text(new, "x")
+            assert mode(new) == 0o640
+            old.write_text("longer than the new one")
+            old.chmod(0o604)
+            write_text(old, "x")
+            assert (mode(old), old.read_text()) == (0o604, "x")
+            link.symlink_to(target)
+            for text in ("made at its end", "replaced there"):
+                write_text(link, text)
+                assert link.is_symlink()
+                assert target.read_text() == text
+    finally:
+        os.umask(before)
+    write_text("/dev/null", "x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    monkeypatch.chdir(tmp_path)
+    write_text("here", "x")
+    assert Path("here").read_text() == "x"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_text(tmp_path / "nowhere" / "x", "x")
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "x")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "here"):
+        raise ZeroDivisionError
+    assert Path("here").read_text() == "x"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".globaltensor")]
+
+
+def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "x"
+    path.write_text("old")
+    monkeypatch.setattr(Replacement, "_created", refuse)
+    write_text(path, "new")
+    assert path.read_text() == "new"
+
+
+# ---------------------------------------------------------------------------------------------------------------- states of optimizers
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "lbfgs": lambda p: torch.optim.LBFGS([q for g in p for q in g["params"]], lr=0.1, max_iter=2),
+}
+
+
+def network(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)).double()
+
+
+def groups(model: Any) -> Any:
+    return [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.05}]
+
+
+def stepped(model: Any, optimizer: Any, times: int = 1) -> None:
+    x: Any = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
+    if next(model.parameters()).is_global:
+        placement = next(model.parameters()).placement
+        x = x.to_global(placement, [B] * placement.axes)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = model(x).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(times):
+        optimizer.step(loss)
+
+
+def layouts() -> dict[str, tuple[Any, Any]]:
+    line = flow.placement.all("cpu")
+    rows = {"*.weight": S(0), "*": B}
+    found: dict[str, tuple[Any, Any]] = {"rows": (line, rows), "columns": (line, {"*.weight": S(1), "*": S(0)}), "whole": (line, B), "sums": (line, P)}
+    if line.size == 4:
+        grid, some = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [1, 3])
+        found = {"grid": (grid, {"*.weight": [S(0), S(1)], "*": [B, S(0)]}), "half": (grid, {"*": [S(0), B]}), "some": (some, rows)}
+    return found
+
+
+def laid_out_at_once(folder: str) -> None:
+    for maker, make in OPTIMIZERS.items():
+        plain = network()
+        reference = make(groups(plain))
+        stepped(plain, reference, 2)
+        for name, (placement, sbp) in layouts().items():
+            if maker == "lbfgs" and name == "some":
+                continue  # it has one state for all parameters, of none's shape
+            model = network()
+            model.load_state_dict(plain.state_dict())
+            model.to_global(placement, sbp)
+            optimizer = make(groups(model))
+            path = f"{folder}/{maker} {name}"
+            flow.save(reference.state_dict(), path, global_dst_rank=0)
+            for saved in (copy.deepcopy(reference.state_dict()), flow.load(path, global_src_rank=0), flow.load(path, placement, global_src_rank=0)):
+                counts = [kept["step"] for kept in saved["state"].values() if "step" in kept]
+                optimizer.load_state_dict(saved)
+                assert [kept["step"] for kept in optimizer.state.values() if "step" in kept] == counts or maker == "adamw fused"
+                check_state(model, optimizer, plain, reference)
+            if maker != "lbfgs":
+                goes_on(make, model, optimizer, plain, reference)
+
+
+def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
+    """Each tensor of a parameter's shape lies as that does, and takes no more memory."""
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, want in reference.state.get(q, {}).items():
+            got = optimizer.state[p][key]
+            if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
+                layout = [B if e.is_partial else e for e in p._spec.layout]  # of sums it steps the sum
+                assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
+                assert got._local.untyped_storage().nbytes() == got._local.nbytes
+                assert torch.equal(whole(got), want)
+
+
+def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
+    """It steps as one device does."""
+    other = network()
+    other.load_state_dict(plain.state_dict())
+    alone = make(groups(other))
+    alone.load_state_dict(copy.deepcopy(reference.state_dict()))
+    stepped(other, alone)
+    stepped(model, optimizer)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_state_that_comes_whole_is_laid_out_at_once(tmp_path: Path, n: int) -> None:
+    run_on(n, laid_out_at_once, str(tmp_path))
+
+
+def states_that_do_not_fit() -> None:
+    plain, model = network(), network().to_global(flow.placement.all("cpu"), {"*.weight": S(0), "*": B})
+    reference, optimizer = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(model))
+    stepped(plain, reference)
+    stepped(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    for bad in (torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(15), model[0].weight.to_local()):
+        saved = copy.deepcopy(reference.state_dict())
+        saved["state"][0]["exp_avg_sq"] = bad
+        saved["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(ShapeError, match=r"load_state_dict of Adam: 'exp_avg_sq' of parameter 0 of group 0 has shape .* the parameter \[5, 3\]"):
+            optimizer.load_state_dict(saved)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert all(torch.equal(whole(v), whole(after["state"][i][k])) for i, kept in before["state"].items() for k, v in kept.items() if k != "step")
+    stepped(model, optimizer)
+    plain.load_state_dict({name: whole(t) for name, t in model.state_dict().items()})
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # of parameters that each rank has for itself: whole, and plain
+    assert not any(t.is_global for kept in reference.state.values() for t in kept.values())
+    stepped(plain, reference)
+    stepped(model, optimizer)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+def shared_with_another() -> None:
+    """On one device, too, what `state_dict` gives are the optimizer's own tensors."""
+    plain, model = network(), network().to_global(flow.placement.all("cpu"), S(0))
+    reference, optimizer = torch.optim.Adam(plain.parameters()), torch.optim.Adam(model.parameters())
+    stepped(plain, reference)
+    optimizer.load_state_dict(reference.state_dict())
+    stepped(plain, reference, 3)
+    assert {kept["step"].item() for kept in optimizer.state.values()} == {1.0}
+    stepped(model, optimizer)
+    assert {kept["step"].item() for kept in reference.state.values()} == {4.0}
+
+
+def test_a_state_is_not_shared_by_halves() -> None:
+    run_on(2, shared_with_another)
+
+
+def test_states_that_do_not_fit_and_states_for_plain_parameters() -> None:
+    run_on(2, states_that_do_not_fit)
+
+
+def after_a_step_that_failed() -> None:
+    model = network().to_global(flow.placement.all("cpu"), S(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["torch.optim.sgd"], "sgd", failing)
+        with pytest.raises(ZeroDivisionError):
+            stepped(model, optimizer)
+    saved["state"][0]["momentum_buffer"] = torch.full((5, 3), 3.0, dtype=torch.float64)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    (model[0].weight * 0).sum().backward()
+    optimizer.step()
+    assert torch.equal(whole(optimizer.state[model[0].weight]["momentum_buffer"]), torch.full((5, 3), 2.7, dtype=torch.float64))
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def test_a_state_that_is_loaded_after_a_step_that_failed() -> None:
+    run_on(2, after_a_step_that_failed)
