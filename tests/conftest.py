@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from support import device, hosts, launched, mpi, pool, program, scripts
+from support import device, forked, hosts, launched, mpi, pool, program, scripts
+from support.forked import close_server
 from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 
@@ -61,7 +62,7 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
 
 
 #: What starts processes, or runs on the shared ones.
-STARTERS = {id(thing) for module in (hosts, launched, mpi, pool, program, scripts, subprocess) for thing in vars(module).values() if callable(thing)}
+STARTERS = {id(thing) for module in (forked, hosts, launched, mpi, pool, program, scripts, subprocess) for thing in vars(module).values() if callable(thing)}
 STARTERS.add(id(subprocess))
 
 
@@ -97,3 +98,4 @@ def names(code: CodeType) -> set[str]:
 def pytest_sessionfinish() -> None:
     close_pools()
     close_mpi_pools()
+    close_server()

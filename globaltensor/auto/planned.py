@@ -132,7 +132,7 @@ class Plan:
     over_time: tuple[tuple[int, int], ...] = ()  # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
     #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered parameters are let go of, and gathered again in backward.
     choices: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)  # how it was found, and how long it took
+    search: dict[str, Any] = field(default_factory=dict, compare=False)  # how it was found, and how long it took
     spent: dict[str, float] = field(default_factory=dict)  # what the cost is made of: seconds of "computing", "moving" and "updating", less what is "hidden"
     timeline: dict[str, Any] = field(default_factory=dict)  # of the simulated step, as a Chrome trace; nothing where none has been simulated
     moments: int = 0  # how long the time of ``over_time`` is

@@ -1,35 +1,34 @@
-"""Forks, for each program that it is told of on standard input, the two ranks of a world, and says with which exit codes they ended.
+"""Forks the ranks of a world for each call that it is told of on standard input, and says with which exit codes they ended (support/forked.py).
 
 Importing the library takes seconds, starting a world a tenth of one: so many programs can be tried as whole processes, which end as processes end.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 import warnings
 from typing import Any
 
-SECONDS = 60.0
-
 
 def child(task: dict[str, Any], rank: int, port: int) -> None:
     os.setpgid(0, 0)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"GLOBALTENSOR_SHARED_MEMORY": task["shared"], "GLOBALTENSOR_TIMEOUT": "40"}
+    n = str(task["ranks"])
+    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= world | task["variables"]
     said = os.open(f"{task['folder']}/{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    from support.diverging import drawn
-
     warnings.simplefilter("error")
-
-    drawn(task["number"], task["graph"]).run(odd=rank == task["odd"], graph=task["graph"])
+    fn, args = pickle.loads(base64.b64decode(task["call"]))
+    fn(*args)
 
 
 def main() -> None:
@@ -38,7 +37,6 @@ def main() -> None:
     import globaltensor
     from globaltensor.distributed.launch import reserved_port
     from globaltensor.distributed.world import reset_world
-    from support import diverging  # noqa: F401 - before the forks
 
     torch.set_num_threads(1)
     # What programs import as they go takes seconds, too.
@@ -51,19 +49,19 @@ def main() -> None:
         task = json.loads(line)
         with reserved_port() as port:
             pids = []
-            for rank in range(2):
+            for rank in range(task["ranks"]):
                 pid = os.fork()
                 if pid == 0:
                     child(task, rank, port)
                     return  # the interpreter ends as it does at the end of any program
                 pids.append(pid)
-            print(json.dumps(ended(pids)), flush=True)
+            print(json.dumps(ended(pids, task["seconds"])), flush=True)
 
 
-def ended(pids: list[int]) -> list[int | None]:
-    """The exit codes of these processes, -n for signal n; None: still there after a minute, and killed."""
+def ended(pids: list[int], seconds: float) -> list[int | None]:
+    """The exit codes of these processes, -n for signal n; None: still there after so many seconds, and killed."""
     codes: dict[int, int | None] = {}
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + seconds
     while len(codes) < len(pids) and time.monotonic() < until:
         for pid in pids:
             if pid not in codes:
@@ -72,9 +70,9 @@ def ended(pids: list[int]) -> list[int | None]:
                     codes[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
     for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # with what it has started
         if pid not in codes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return [codes.get(pid) for pid in pids]
 
