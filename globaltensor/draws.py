@@ -66,6 +66,8 @@ def run(
     if _torch.function_mode_on():
         return shown(run, function, args, kwargs, coordinate)
     generator = kwargs.get("generator")
+    if generator is None:
+        agree_on_seed()
     if generator is None and isinstance(world(), SimulatedWorld):
         with _in_turn(_device_of(args)):
             return _run(function, args, kwargs, coordinate, torch.default_generator)
@@ -96,8 +98,27 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             other.set_state(before)
 
 
+_seed_at_import = torch.initial_seed()
+
+
+def agree_on_seed() -> None:
+    """Let all ranks draw the numbers of the first one where the program has not seeded: torch seeds every process otherwise. The first draw of a world for
+    global tensors does so. Collective, once; all ranks of the world draw, or skip, at the same points."""
+    here = world()
+    if here.seed_agreed or not here.compares or isinstance(here, SimulatedWorld):
+        return
+    here.seed_agreed = True
+    everyone = here.comm(tuple(range(here.size)))
+    told = everyone.all_gather_object((torch.initial_seed(), torch.initial_seed() == _seed_at_import))
+    if len({seed for seed, _ in told}) > 1 and all(fresh for _, fresh in told):
+        state = everyone.broadcast(torch.default_generator.get_state(), 0)
+        torch.manual_seed(told[0][0])  # of accelerators, too
+        torch.default_generator.set_state(state)
+
+
 def claim(count: int) -> int:
     """Take the keys of the next ``count`` draws from torch's generator, for `keyed`: the first of them. Every rank takes them at the same point."""
+    agree_on_seed()
     with _in_turn(torch.device("cpu")):
         state = torch.default_generator.get_state()
         key = torch.default_generator.initial_seed()
@@ -303,6 +324,8 @@ def _device(spec: Spec) -> torch.device | None:
 @contextmanager
 def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
     """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they must draw one sequence."""
+    if generator is None:
+        agree_on_seed()
     with nullcontext() if generator is not None else _in_turn(device):
         here = world()
         if here.compares and not _torch.recording.on:

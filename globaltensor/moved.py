@@ -120,7 +120,8 @@ def twin(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
         source, taken, index, _ = x.__dict__["_origin"]
         with torch.set_grad_enabled(not detached):
             return MovedView.of(local, x._spec, source, taken, index)
-    out = GlobalTensor.wrap(local, x._spec)
+    # (torch.nn.Parameter wants what is detached to be of the same class.)
+    out = GlobalTensor.without_slots(local, x._spec) if type(x) is GlobalTensor else GlobalTensor.wrap(local, x._spec)
     share(x, out, viewed=False)
     carry_note(x, out)
     return out

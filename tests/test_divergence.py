@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -456,3 +457,24 @@ def test_errors_show_the_lines_of_the_user_alone() -> None:
     assert "SbpError: sbp splits dim 7" in text
     assert found.value._render_traceback_()[0] == "Traceback (most recent call last):"  # type: ignore[attr-defined]
     assert shortened(ValueError("mine")) is None
+
+
+def unseeded() -> tuple[list[float], float, list[float]]:
+    """Draws of a program that has not seeded: torch seeds each process otherwise."""
+    where = line()
+    own = torch.initial_seed()
+    x = flow.randn(3, placement=where, sbp=B)
+    dropped = nn.functional.dropout(torch.ones(64).to_global(where, B))  # type: ignore[attr-defined]
+    return x.tolist(), float(own), dropped.to_local().tolist()
+
+
+def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) -> None:
+    program = "import sys\nsys.path[:0] = sys.argv[1:]\nfrom test_divergence import unseeded\nprint(unseeded())\n"
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    with Launched(tmp_path, "--nproc_per_node", 2, script, *filter(None, sys.path), OMP_NUM_THREADS="1") as running:
+        assert running.code() == 0, running.err
+    first, second = sorted(re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines())
+    (x, seed, dropped), (y, other, dropped_too) = eval(first), eval(second)
+    assert (x, dropped) == (y, dropped_too)
+    assert seed != other

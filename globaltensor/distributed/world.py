@@ -47,6 +47,7 @@ class World(ABC):
     compares = False  # whether each collective compares what the ranks have run up to it (divergence.py)
     kind = plain = ""  # what the collective is that this rank is in, and which plain tensor is compared there: for errors
     purpose: Purpose = ""  # and what it is for
+    seed_agreed = False  # whether the ranks have made sure that they draw from one seed (draws.py)
     pace: Any = None  # what compares this rank's ops with those of the others (globaltensor.pace), if anything
     reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
 
