@@ -30,8 +30,12 @@ def set_requires_grad(self: GlobalTensor, value: bool) -> None:
         whole = self._spec.replace(layout=layout)
         self._local, self._spec = box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False), whole
     self._local.requires_grad = value
-    if value and self._local.is_leaf:
+    if not self._local.is_leaf:
+        return
+    if value:
         reducer.attach(self)
+    else:
+        reducer.detach(self)
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:

@@ -89,6 +89,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         x._local.grad = None
         if x._leaf is not None:
             x._leaf.value = None
+            x._leaf.release()
         return
     if not isinstance(value, GlobalTensor):
         raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
@@ -98,6 +99,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
     local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
+        x._leaf.release()
     else:
         x._local.grad = local
     x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
@@ -218,7 +220,7 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
     if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or _torch.function_mode_on()):
         total, count = self.owed()
         # Elsewhere are leaves that a rank sums which does not know the count.
-        if not reducer.reducer().watched and len(total._spec.placement.flat) == world().size:
+        if reducer.reducer().may_owe(count.started) and len(total._spec.placement.flat) == world().size:
             run_owing(total._local, seed(total, None), count, retain_graph)
             return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
@@ -227,7 +229,7 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
 def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_graph: bool | None) -> None:
     """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
     here = reducer.reducer()
-    if here.watched:
+    if not here.may_owe(count.started):
         found = count()
         run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
         return

@@ -485,13 +485,16 @@ class _Border(torch.autograd.Function):
 def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     """A plain tensor among global ones -> the local part of a broadcast one."""
     graph = tensor.requires_grad and torch.is_grad_enabled()
-    if graph:
-        watch()
     where = spec.placement.coordinate(world().rank)
     if where is None:
-        return placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
+        nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
+        if graph:
+            watch(nothing)
+        return nothing
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(world().device(spec.placement.type))
     if graph:
-        return _Border.apply(tensor, spec)  # type: ignore[no-any-return]
+        entered = _Border.apply(tensor, spec)
+        watch(entered)
+        return entered  # type: ignore[no-any-return]
     return tensor

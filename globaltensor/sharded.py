@@ -286,7 +286,7 @@ class _Gathered(torch.autograd.Function):
 
 def _watched(leaf: GlobalTensor) -> bool:
     """Whether somebody looks at this leaf's gradient on its way."""
-    return bool(leaf._local._backward_hooks) or "_watched" in leaf.__dict__
+    return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- scattering
@@ -324,8 +324,8 @@ def finish() -> None:
     arrived, state.arrived = state.arrived, []
     here = reducer()
     for leaf in arrived:
-        if leaf._leaf is not None and not here.deferred:
-            here.add(leaf._leaf)
+        if leaf._leaf is not None:
+            (here.defer if here.deferred else here.add)(leaf._leaf)
     forget()
 
 

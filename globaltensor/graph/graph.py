@@ -73,15 +73,9 @@ class Built:
             outs: Any = self.staged(micros, scale)
         else:
             outs, here = [], reducer()
-            if training and len(micros) > 1:
-                here.watched = True  # what several passes add up is not owed one number
             for i, inputs in enumerate(micros):
-                early = training and i < len(micros) - 1
-                here.deferred += early
-                try:
+                with here.deferring() if training and i < len(micros) - 1 else contextlib.nullcontext():
                     outs.append(self.program(inputs, scale))  # type: ignore[misc]
-                finally:
-                    here.deferred -= early
         return [_filled(self.captured.structure, iter(out)) for out in outs]
 
     @property

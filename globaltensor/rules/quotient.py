@@ -76,14 +76,17 @@ class Count:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking."""
+        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
+        Collective."""
         here, part = world(), self.part
         found = here.reducer
-        if found is None or found.watched or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
+        if found is None or found.deferred or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
             return False
         if not self.programmed and (found.asked or not found.rides):
             return False
-        return len(part._spec.placement.flat) == here.size and any(e is partial_sum for e in part._spec.layout)
+        if len(part._spec.placement.flat) != here.size or not any(e is partial_sum for e in part._spec.layout):
+            return False
+        return found.watchers.none_left(here.comm(tuple(range(here.size))))  # type: ignore[no-any-return]
 
     def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, a tensor without dims, that then is the count. None: it is on its way
