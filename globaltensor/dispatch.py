@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import threading
 import warnings
@@ -21,8 +20,7 @@ from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
-from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
-from .rules import rule as declare_rule
+from .rules import RULES, Arg, Choice, Derived, Op, Rule, Split, choose, rule, rule_of
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
@@ -49,24 +47,30 @@ class _Plans(threading.local):
     """Plans hold this rank's shapes; simulated ranks are threads, so each thread has its own."""
 
     def __init__(self) -> None:
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.derived = Derived()
+        self.plans: dict[tuple[Any, ...], Plan] = self.derived.found  # which costs a look less in `call`
+
+    def use(self, derived: Derived) -> Derived:
+        """Look in ``derived`` from now on -> where it was looked before."""
+        before, self.derived, self.plans = self.derived, derived, derived.found
+        return before
 
 
 _cache = _Plans()
 
 
 @contextlib.contextmanager
-def fresh_plans(plans: dict[Any, Plan] | None = None) -> Iterator[None]:
+def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
     """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way. ``plans``: those of another
     world, kept for the next time there."""
-    kept, _cache.plans = _cache.plans, {} if plans is None else plans
+    before = _cache.use(Derived() if plans is None else plans)
     try:
         yield
     finally:
-        _cache.plans = kept
+        _cache.use(before)
 
 
-_SCALARS = {f for f, r in RULES.items() if r.scalars}
+_SCALARS = RULES.scalars
 
 
 def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -140,15 +144,14 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any] | None) -> Plan:
     """No plan is kept for this call. ``key`` is None where an argument cannot be hashed: then it is planned each time."""
+    version = RULES.version
     found = _plan(func, args, kwargs)
     if key is not None and plans.by_default(found, args, kwargs):
         found = plans.Defaulted(found, _plan)
     if func in FORGOTTEN and kwargs.keys().isdisjoint(FORGOTTEN[func]):
         found = Recalling(found, lambda *a, **k: call(GlobalTensor, func, (), a, k))
     if key is not None:
-        if len(_cache.plans) >= _MOST:
-            _cache.plans.clear()
-        _cache.plans[tuple(key)] = found
+        _cache.derived.keep(tuple(key), found, version, _MOST)
     return found
 
 
@@ -482,19 +485,3 @@ def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             raise InplaceError(f"out= of {name_of(func)} must be a global tensor where an input is one; got a plain tensor. Use the returned value instead")
     return targets
-
-
-@functools.wraps(declare_rule)
-def rule(*args: Any, **kwargs: Any) -> Any:
-    declared = declare_rule(*args, **kwargs)
-    if len(args) < 2 and "notation" not in kwargs:  # used as a decorator
-        return lambda describe: _forgotten(declared(describe))
-    return _forgotten(declared)
-
-
-def _forgotten(result: Any) -> Any:
-    """Forget the plans made before a rule was declared."""
-    _cache.plans.clear()
-    _SCALARS.clear()
-    _SCALARS.update(f for f, r in RULES.items() if r.scalars)
-    return result

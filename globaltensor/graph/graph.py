@@ -20,6 +20,7 @@ from .. import flats
 from ..distributed.world import world
 from ..placement import Placement
 from ..reducer import reducer
+from ..rules import RULES
 from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from . import passes, report, state
@@ -346,7 +347,7 @@ class Graph:
     def _key(self, args: Any, kwargs: Any) -> Any:
         held = self._held if self._held is not None else self._held_now()  # in a call `_places` has looked
         given = _shape_of(args), _shape_of(kwargs)
-        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), rebound(self._built.values()))
+        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), RULES.version, rebound(self._built.values()))
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)
