@@ -78,6 +78,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
     """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
+    sharded.relearn()
     kept, old = leaf.requires_grad, leaf._local
     leaf._local, leaf._spec, leaf._leaf = local, spec, None
     leaf.__dict__.pop("_kept_grad", None)

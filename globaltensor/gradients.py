@@ -6,7 +6,6 @@ Autograd itself runs on the local tensors. How the gradients of leaves are summe
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +29,6 @@ __all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"
 # ---------------------------------------------------------------------------------------------------------------- .grad
 
 
-_OURS = 2  # references that `sys.getrefcount` tells of what only a tuple holds: its, and the question's
-
-
 def _kept(x: GlobalTensor) -> Spec:
     """How the gradient of a leaf lies: as the leaf does, or in shares (ZeRO)."""
     return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
@@ -53,22 +49,9 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
         spec = _kept(x)
-        spec = spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
-        spare = x.__dict__.pop("_spare_grad", None)
-        if spare is not None and spare._spec is spec:
-            wrapped, spare._local = spare, local
-        else:
-            wrapped = GlobalTensor.wrap(local, spec)
+        wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
-
-
-def _let_go(x: GlobalTensor) -> None:
-    """Nothing is ``x.grad`` any more. What was, if nobody else has it, will be again: a new one takes as long as all the rest of ``zero_grad``."""
-    kept = x.__dict__.pop("_kept_grad", None)
-    if kept is not None and sys.getrefcount(kept[1]) == _OURS and type(kept[1]) is GlobalTensor and kept[1]._memory is None and not kept[1].__dict__:
-        x.__dict__["_spare_grad"] = kept[1]
-        del kept[1]._local
 
 
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
@@ -84,7 +67,7 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
 
 @functools.partial(visible, name="set_grad")
 def set_grad(x: GlobalTensor, value: Any) -> None:
-    _let_go(x)
+    x.__dict__.pop("_kept_grad", None)
     if value is None:
         x._local.grad = None
         if x._leaf is not None:

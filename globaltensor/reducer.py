@@ -76,6 +76,7 @@ class LeafGradient:
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
         self.keep(leaf._grad_shard)
         reducer().leaves[number] = self
+        weakref.finalize(self, reducer().flats.drop, [number]).atexit = False
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
 
     @property
@@ -307,7 +308,7 @@ class Reducer:
             planned.roomy = len(leaves) == len(planned.numbers) and all(leaf.size(leaf.local.dtype)[1] == planned.key for leaf in leaves)
             if not planned.roomy:
                 return
-            planned.row = self.flats.take((planned.key, planned.index), [leaf.local for leaf in leaves], 1, planned.key[1], planned.key[3])
+            planned.row = self.flats.take(planned.numbers, [leaf.local for leaf in leaves], planned.key[1], planned.key[3])
         grad = leaf.take()
         assert grad is not None
         planned.placed[leaf.number] = planned.row.parts[planned.at[leaf.number]].copy_(grad)
@@ -396,12 +397,10 @@ class Reducer:
         planned = self.planned.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         grads: Sequence[torch.Tensor] = [g for _, g in bucket]
         row = planned.row if planned is not None else None
-        if row is not None and list(map(id, grads)) == list(map(id, row.parts)):
-            flat = row.flat if rider is not None else row.flat[:-1]
-        else:
-            row = self.flats.take((way, kind, grads[0].device, len(self.sent)), grads, int(rider is not None), kind, grads[0].device)
-            flat = row.flat
+        if row is None or list(map(id, grads)) != list(map(id, row.parts)):
+            row = self.flats.take([leaf.number for leaf, _ in bucket], grads, kind, grads[0].device)
             _torch.copy_all(row.parts, grads)
+        flat = row.flat if rider is not None else row.flat[:-1]
         if rider is not None:
             flat[-1].copy_(rider)
         # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
