@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),
-    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
+    ("adapters", "optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
     ("arrays", "checkpoint", "flex", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),
