@@ -37,8 +37,9 @@ def _kept(x: GlobalTensor) -> Spec:
 @functools.partial(visible, name="grad")
 def get_grad(x: GlobalTensor) -> GlobalTensor | None:
     """The gradient, in the tensor's own sbp; collective where contributions are pending."""
-    leaf = x._leaf
-    local = leaf.settle() if leaf is not None else x._local.grad
+    leaf, local = x._leaf, x._local.grad
+    if leaf is not None:
+        local = leaf.value if local is None else leaf.settle()
     if local is None:
         return None
     kept = x.__dict__.get("_kept_grad")

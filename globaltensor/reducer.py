@@ -211,7 +211,7 @@ class Reducer:
     def __init__(self) -> None:
         self.deferred = 0  # blocks of ``no_sync()`` around what runs
         self.unsummed: list[_Unsummed] = []  # of each of these
-        self.everywhere = True  # all leaves with contributions of several ranks are on all ranks
+        self.everywhere = True  # all leaves with contributions of several ranks have been on all ranks: these know alike when none is left unsummed
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
         self.planned: dict[int, _Planned] = {}  # by their number in the plan

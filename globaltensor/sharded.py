@@ -132,14 +132,12 @@ class Sharding:
 
     def let_go(self, number: int) -> None:
         """A parameter has gone: keep no memory of it. What was ready for others stays known to be so, for they have to decide alike."""
-        for key in [k for k in self.ready if k[0] == number]:
-            kept = self.ready[key]
+        for key in [k for k in list(self.ready) if k[0] == number]:  # of copies: a collector may run anywhere
+            kept = self.ready.pop(key, None)
             if kept is not None and kept[1]._version == kept[2]:
                 self.ready[key] = None
-            else:
-                del self.ready[key]
-        for way in [k for k in self.scatters.limits if k[-1] == number]:  # type: ignore[index]
-            del self.scatters.limits[way]
+        for way in [k for k in list(self.scatters.limits) if k[-1] == number]:  # type: ignore[index]
+            self.scatters.limits.pop(way, None)
 
     def order(self, placement: Placement) -> Order:
         found = self.orders.get(placement)

@@ -272,9 +272,41 @@ def unsummed(plan: Any) -> None:
         made(rows(4 * WIDTH, WIDTH)).square().mean().backward()
 
 
+class Training(flow.nn.Graph):
+    def __init__(self, made: nn.Module, stage: int, micros: int) -> None:
+        super().__init__()
+        self.made = made
+        self.add_optimizer(torch.optim.AdamW(made.parameters()))
+        self.config.set_gradient_accumulation_steps(micros)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.made(x).square().mean()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+
+def in_a_graph(plan: Any, stage: int = 0, micros: int = 1) -> None:
+    graph = Training(model(plan), stage, micros)
+    for step in range(3):
+        graph(rows(4 * WIDTH, WIDTH, step))
+
+
+def replicated() -> None:
+    made = flow.nn.parallel.DistributedDataParallel(model(B))
+    for step in range(3):
+        made(rows(4 * WIDTH, WIDTH, step)).square().mean().backward()
+
+
 USES: dict[str, Callable[[], None]] = {
     **{f"{name}, {use.__name__}": (lambda use=use, plan=plan: use(plan)) for use in (trained, held_at_its_end, asked, cyclic, broken, unsummed)
        for name, plan in (("data", B), ("fsdp", "fsdp"), ("tensor", "tensor"))},
+    "graph": lambda: in_a_graph(B),
+    "graph, fsdp": lambda: in_a_graph("fsdp"),
+    "graph, shares": lambda: in_a_graph(B, stage=2),
+    "graph, micro-batches": lambda: in_a_graph(B, micros=2),
+    "replicas": replicated,
     "freed": lambda: freed("fsdp", True),
     "freed, not differentiated": lambda: freed("fsdp", False),
 }  # fmt: skip
