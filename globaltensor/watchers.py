@@ -5,21 +5,18 @@ hook's closure, the node, the leaf. So it goes with that, and nobody has to be t
 
 When an object goes is a matter of each rank: a collector may run here and not there. What a rank does for itself may follow from the watchers that are there
 (``alive``). What the ranks do together follows from what the program has made and ended, in the same order on all of them (``open``); of watchers that have
-gone without an end the ranks tell each other (`Watchers.none_left`).
+gone without an end the ranks tell each other (`Watchers.ask`), with the number that the gradients of a pass are divided by.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-
-from .distributed.comm import Comm
 
 __all__ = ["Watcher", "Watchers", "end_of"]
 
 _SEEN, _REACHED = "globaltensor_seen", "globaltensor_reached"  # among the metadata of a node: watchers of it alone, and of all behind it too
-_LONGEST_PAUSE = 16  # passes between two questions to the others
 
 
 class Watcher:
@@ -57,14 +54,11 @@ class Watchers:
         self.open = 0  # how many the program has begun and not ended, aside from those that all ranks know to have gone
         self.begun = 0
         self._gone = 0  # the number up to which all ranks know that none is left
-        self._asked: tuple[Any, torch.Tensor] | None = None  # a question to the others under way: its handle, their answer
+        self._answer: Callable[[], bool] | None = None  # waits for the answer to a question that is under way
         self._then, self._since = 0, 0  # how many had begun when it was asked, and how many of those after it are open
-        self._pause = self._left = 1  # passes between two questions, and until the next
 
     def begin(self) -> int:
         """Count one more -> its number."""
-        if not self.open:
-            self._pause = self._left = 1
         self.begun += 1
         self.open += 1
         self._since += 1
@@ -77,26 +71,19 @@ class Watchers:
         self.open -= number > self._gone
         self._since -= number > self._then
 
-    def none_left(self, everyone: Comm) -> bool:
-        """Return True if no rank has a watcher, as far as all know. Ask the others, where the program has not ended some; their answer serves a later call.
-
-        Collective: every rank calls it in the same passes.
-        """
-        if self._asked is not None:
-            (handle, some), self._asked = self._asked, None
-            handle.wait()
-            if not some.item():
+    def none_left(self) -> bool:
+        """Return True if no rank has a watcher, as far as all know. All ranks call it in the same passes."""
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            if not answer():
                 self.open, self._gone = self._since, self._then
-                self._pause = self._left = 1
-        if not self.open:
-            return True
-        self._left -= 1
-        if not self._left:
-            some = torch.tensor([bool(self.alive)], dtype=torch.int32)
-            self._asked = everyone.all_reduce_async(some, "max"), some
-            self._then, self._since = self.begun, 0
-            self._left = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        return False
+        return not self.open
+
+    def ask(self, send: Callable[[bool], Callable[[], bool]]) -> None:
+        """Ask the ranks whether watchers are left that the program has not ended. ``send(some)`` tells the others whether this rank has some, and returns what
+        says whether any has, to be called by the next `none_left`. All ranks call it in the same passes."""
+        self._then, self._since = self.begun, 0
+        self._answer = send(bool(self.alive))
 
     def of(self, local: torch.Tensor) -> None:
         """Begin one that lasts as long as the graph that has computed ``local``; of a leaf, as long as that requires grad."""

@@ -209,8 +209,6 @@ GONE = [
     hook_on_the_way, retained, node_looked_at, node_behind_one, custom_function, plain_leaf, plain_leaf_made_global, leaf_that_is_not_shared, hooked_module,
     local_function,
 ]  # fmt: skip
-SLOW, WRONG = "slow afterwards", "other numbers"
-FIRST, SECOND = "the pass after", "the one after that"
 
 
 def waited(task: Task) -> bool:
@@ -237,7 +235,7 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
         found.append("slow before")
     got, want = looks(ours), looks(plain)
     if (got is None) != (want is None) or (want is not None and not torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-14)):
-        found.append(WRONG)
+        found.append("other numbers")
     ours.loss = None  # and with it the graph
     slow = [(apart if rides else waited)(ours) for _ in range(3)]
     plain.step()
@@ -245,7 +243,7 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
         found.append("other numbers afterwards")
     flow.counts_ride(False)
     # Of what goes without an end the ranks have to tell each other first.
-    return found + [f"slow: {n} passes afterwards" for n, is_slow in enumerate(slow) if is_slow and (n > 1 or not rides or looks in ENDED)]
+    return found + [f"slow: {n} passes afterwards" for n, is_slow in enumerate(slow) if is_slow and (n > 0 or not rides or looks in ENDED)]
 
 
 def looked() -> dict[str, list[str]]:
@@ -267,7 +265,7 @@ def held_on_one_rank() -> list[tuple[bool, bool]]:
     kept = [ours.loss] if flow.env.get_rank() == 0 else []
     ours.loss = None
     found = []
-    for i in range(40):
+    for i in range(10):
         if i == 5:
             kept.clear()
         rode = not apart(ours)
@@ -280,8 +278,7 @@ def test_ranks_on_which_objects_go_at_other_times_take_the_same_decisions() -> N
     first, second = run_on(2, held_on_one_rank)
     assert first == second
     assert all(right for _, right in first)
-    assert not any(rode for rode, _ in first[:5])
-    assert all(rode for rode, _ in first[22:])
+    assert [rode for rode, _ in first] == [False] * 6 + [True] * 4
 
 
 class Accumulating(flow.nn.Graph):

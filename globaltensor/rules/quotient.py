@@ -8,6 +8,7 @@ either: it rides at the end of the first bucket of gradients.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -36,6 +37,7 @@ class Count:
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed
         self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
+        self._watchers: Any = None  # of which all ranks have to know whether some are left, as this number does not ride for their sake
         self.riding = False
         self._sum: torch.Tensor | None = None
         self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = None  # what to wait for, and where it then lies
@@ -49,7 +51,19 @@ class Count:
     def start(self) -> None:
         """Begin, unless it is on its way. Collective."""
         if not self.started:
-            self._wait = settling(self.part)
+            if self._watchers is None:
+                self._wait = settling(self.part)
+            else:
+                self._watchers.ask(self._start_with)
+
+    def _start_with(self, some: bool) -> Callable[[], bool]:
+        """Begin, and tell the other ranks ``some`` by the same message -> whether any rank has told so."""
+        part = self.part
+        assert isinstance(part, GlobalTensor)
+        both = torch.stack([part._local.detach(), torch.full_like(part._local, some)])
+        wait = functools.cache(settling(GlobalTensor.wrap(both, part._spec.replace(shape=(2,)))))
+        self._wait = lambda: cast(torch.Tensor, wait()[0])
+        return lambda: bool(cast(GlobalTensor, wait())._local[1])
 
     def __call__(self) -> torch.Tensor:
         """The sum on every rank. Collective where it has not been started."""
@@ -86,7 +100,11 @@ class Count:
             return False
         if len(part._spec.placement.flat) != here.size or not any(e is partial_sum for e in part._spec.layout):
             return False
-        return found.watchers.none_left(here.comm(tuple(range(here.size))))  # type: ignore[no-any-return]
+        if found.watchers.none_left():
+            return True
+        if all(e is partial_sum for a, e in enumerate(part._spec.layout) if part._spec.placement.shape[a] > 1):
+            self._watchers = found.watchers
+        return False
 
     def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, a tensor without dims, that then is the count. None: it is on its way
