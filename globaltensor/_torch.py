@@ -187,7 +187,8 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
 
 
 def memory_users(t: torch.Tensor) -> int:
-    """How many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too."""
+    """How many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too. Tests
+    ask; nothing here decides by it."""
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
 

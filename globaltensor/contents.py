@@ -31,8 +31,12 @@ def set_requires_grad(self: GlobalTensor, value: bool) -> None:
         whole = self._spec.replace(layout=layout)
         self._local, self._spec = box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False), whole
     self._local.requires_grad = value
-    if value and self._local.is_leaf:
+    if not self._local.is_leaf:
+        return
+    if value:
         reducer.attach(self)
+    else:
+        reducer.detach(self)
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
@@ -76,6 +80,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
     """A tensor gets another local tensor and lies otherwise; a leaf stays one, without gradient."""
+    sharded.relearn()
     kept, old = leaf.requires_grad, leaf._local
     _refuse_older_graphs(old)
     leaf._local, leaf._spec, leaf._leaf = local, spec, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import threading
 import warnings
@@ -22,8 +21,7 @@ from .moved import MovedView
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
 from .promote import promote
-from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
-from .rules import rule as declare_rule
+from .rules import RULES, Arg, Choice, Derived, Op, Rule, Split, choose, rule, rule_of
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, layout_on
@@ -50,21 +48,27 @@ class _Plans(threading.local):
     """Plans hold this rank's shapes; simulated ranks are threads, so each thread has its own."""
 
     def __init__(self) -> None:
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.derived = Derived()
+        self.plans: dict[tuple[Any, ...], Plan] = self.derived.found  # which costs a look less in `call`
+
+    def use(self, derived: Derived) -> Derived:
+        """Look in ``derived`` from now on -> where it was looked before."""
+        before, self.derived, self.plans = self.derived, derived, derived.found
+        return before
 
 
 _cache = _Plans()
 
 
 @contextlib.contextmanager
-def fresh_plans(plans: dict[Any, Plan] | None = None) -> Iterator[None]:
+def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
     """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way. ``plans``: those of another
     world, kept for the next time there."""
-    kept, _cache.plans = _cache.plans, {} if plans is None else plans
+    before = _cache.use(Derived() if plans is None else plans)
     try:
         yield
     finally:
-        _cache.plans = kept
+        _cache.use(before)
 
 
 def _forget_plans() -> None:
@@ -72,7 +76,7 @@ def _forget_plans() -> None:
 
 
 ON_FORGET.append(_forget_plans)
-_SCALARS = {f for f, r in RULES.items() if r.scalars}
+_SCALARS = RULES.scalars
 
 
 def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -113,6 +117,8 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             key.append(_key(a, func in _SCALARS))
             if func in _SCALARS:
                 numbers += _numbers_in(a)
+            if type(a) in ORDINARY:  # by now: a quotient has been taken for its key
+                a = a._local
         values.append(a)
     if kwargs:
         for name, a in kwargs.items():
@@ -176,6 +182,7 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
 
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> Plan:
     """No plan is kept for this call. Where an argument cannot be hashed it is planned each time."""
+    version = RULES.version
     found = _plan(func, args, kwargs)
     if hashable and plans.by_default(found, args, kwargs):
         found = plans.Defaulted(found, _plan)
@@ -186,9 +193,7 @@ def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[
         history = world().history((first._spec.shown.placement,))
         found.record, found.digest = history.record, history.learn(_text(func, key))
     if hashable:
-        if len(_cache.plans) >= _MOST:
-            _cache.plans.clear()
-        _cache.plans[tuple(key)] = found
+        _cache.derived.keep(tuple(key), found, version, _MOST)
     return found
 
 
@@ -553,19 +558,3 @@ def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             raise InplaceError(f"out= of {name_of(func)} must be a global tensor where an input is one; got a plain tensor. Use the returned value instead")
     return targets
-
-
-@functools.wraps(declare_rule)
-def rule(*args: Any, **kwargs: Any) -> Any:
-    declared = declare_rule(*args, **kwargs)
-    if len(args) < 2 and "notation" not in kwargs:  # used as a decorator
-        return lambda describe: _forgotten(declared(describe))
-    return _forgotten(declared)
-
-
-def _forgotten(result: Any) -> Any:
-    """Forget the plans made before a rule was declared."""
-    _forget_plans()
-    _SCALARS.clear()
-    _SCALARS.update(f for f, r in RULES.items() if r.scalars)
-    return result

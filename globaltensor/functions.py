@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from .bodies import apply_plainly
 from .boxing import box
 from .plans import replaced, tensors_in
 from .promote import promote
-from .reducer import watch
+from .reducer import reducer
 from .sbp import broadcast
 from .spec import Spec
 from .visible import shown
+from .watchers import Watcher
 from .wrapper import GlobalTensor
 
 __all__ = ["install"]
@@ -36,7 +38,7 @@ class Context:
         self._dirty: tuple[Any, ...] = ()
         self._without: tuple[Any, ...] = ()
         self._materialize = True
-        self._node: Any = None
+        self._node: Callable[[], Any] | None = None  # weakly: the node holds this
 
     def save_for_backward(self, *tensors: Any) -> None:
         self._saved = tensors
@@ -58,7 +60,10 @@ class Context:
         """As they were saved, with the graph they belong to."""
         if self._node is None:
             return self._saved
-        kept = zip(self._saved, self._node.saved_tensors, strict=True)
+        node = self._node()
+        if node is None:
+            raise RuntimeError("the graph that a custom Function has saved these tensors for is gone")
+        kept = zip(self._saved, node.saved_tensors, strict=True)
         return tuple(GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local for spec, local in kept)
 
     def _hand_over(self, node: Any) -> None:
@@ -69,7 +74,7 @@ class Context:
         node.set_materialize_grads(self._materialize)
         self._saved = tuple(t._spec if isinstance(t, GlobalTensor) else None for t in self._saved)
         self._dirty = self._without = ()
-        self._node = node
+        self._node = weakref.ref(node)
 
 
 def _local(x: Any) -> Any:
@@ -81,7 +86,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, function: Any, context: Context, given: list[Any], outs: list[Any], *locals_: torch.Tensor) -> Any:
-        node.function, node.context = function, context
+        node.function, node.context, node.watcher = function, context, Watcher(reducer().watchers)
         node.given = [_home(x) for x in given]
         context._hand_over(node)
         node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
@@ -135,7 +140,6 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     at = [i for i, out in enumerate(outs) if isinstance(out, torch.Tensor)]
     if not any(needs) or not at:
         return result
-    watch()
     dirty = context._dirty
     parts = _Node.apply(function, context, list(args), [outs[i] for i in at], *[_local(a) for a in args if isinstance(a, torch.Tensor)])
     for i, part in zip(at, parts, strict=True):

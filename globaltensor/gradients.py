@@ -6,7 +6,6 @@ Autograd itself runs on the local tensors. How the gradients of leaves are summe
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +22,11 @@ from .rules.quotient import Count, Quotient
 from .sbp import broadcast
 from .spec import Spec
 from .visible import visible
-from .wrapper import ORDINARY, GlobalTensor
+from .wrapper import GlobalTensor
 
 __all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"]
 
 # ---------------------------------------------------------------------------------------------------------------- .grad
-
-
-_OURS = 2  # references that `sys.getrefcount` tells of what only a tuple holds: its, and the question's
 
 
 def _kept(x: GlobalTensor) -> Spec:
@@ -41,8 +37,9 @@ def _kept(x: GlobalTensor) -> Spec:
 @functools.partial(visible, name="grad")
 def get_grad(x: GlobalTensor) -> GlobalTensor | None:
     """The gradient, in the tensor's own sbp; collective where contributions are pending."""
-    leaf = x._leaf
-    local = leaf.settle() if leaf is not None else x._local.grad
+    leaf, local = x._leaf, x._local.grad
+    if leaf is not None:
+        local = leaf.value if local is None else leaf.settle()
     if local is None:
         return None
     kept = x.__dict__.get("_kept_grad")
@@ -53,22 +50,9 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
     else:
         spec = _kept(x)
-        spec = spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
-        spare = x.__dict__.pop("_spare_grad", None)
-        if spare is not None and spare._spec is spec:
-            wrapped, spare._local = spare, local
-        else:
-            wrapped = GlobalTensor.wrap(local, spec)
+        wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
-
-
-def _let_go(x: GlobalTensor) -> None:
-    """Nothing is ``x.grad`` any more. What was, if nobody else has it, will be again: a new one takes as long as all the rest of ``zero_grad``."""
-    kept = x.__dict__.pop("_kept_grad", None)
-    if kept is not None and sys.getrefcount(kept[1]) == _OURS and type(kept[1]) in ORDINARY and kept[1]._memory is None and not kept[1].__dict__:
-        x.__dict__["_spare_grad"] = kept[1]
-        del kept[1]._local
 
 
 def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
@@ -84,11 +68,12 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
 
 @functools.partial(visible, name="set_grad")
 def set_grad(x: GlobalTensor, value: Any) -> None:
-    _let_go(x)
+    x.__dict__.pop("_kept_grad", None)
     if value is None:
         x._local.grad = None
         if x._leaf is not None:
             x._leaf.value = None
+            x._leaf.release()
         return
     if not isinstance(value, GlobalTensor):
         raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
@@ -99,6 +84,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
     local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
     if x._leaf is not None:
         x._local.grad, x._leaf.value = None, local
+        x._leaf.release()
     else:
         x._local.grad = local
     x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
@@ -220,7 +206,7 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
     if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or _torch.function_mode_on()):
         total, count = self.owed()
         # Elsewhere are leaves that a rank sums which does not know the count.
-        if not reducer.reducer().watched and len(total._spec.placement.flat) == world().size:
+        if reducer.reducer().may_owe(count.started) and len(total._spec.placement.flat) == world().size:
             run_owing(total._local, seed(total, None), count, retain_graph)
             return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
@@ -229,7 +215,7 @@ def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None =
 def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_graph: bool | None) -> None:
     """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
     here = reducer.reducer()
-    if here.watched:
+    if not here.may_owe(count.started):
         found = count()
         run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
         return

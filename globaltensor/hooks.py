@@ -1,7 +1,7 @@
 """Hooks on gradients: of tensors, of leaves whose gradient is complete, torch's full backward hooks of modules. And what checkpoints keep.
 
 Autograd works on the local parts. A hook sees global tensors: the gradient of a tensor lies as the dual of its sbp says, so that its values read as on one
-device. Whoever hooks in looks at gradients on their way, so none may be owed anything (rules/quotient.py): `reducer.watch`.
+device. Whoever hooks in looks at gradients on their way, so none may be owed anything (rules/quotient.py) meanwhile: watchers.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from . import _torch
 from .boxing import box
 from .errors import SbpError
 from .moved import share
-from .reducer import watch
+from .reducer import reducer, watch
 from .spec import Spec
+from .watchers import Watcher
 from .wrapper import GlobalTensor
 
 __all__ = ["adopt", "carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
@@ -36,15 +37,35 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
     """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp. It may return another. Collective:
     every rank registers the same hooks in the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local tensor."""
-    spec, owner = self._spec, weakref.ref(self) if self._local.is_leaf else None
-    watch()
+    watcher = Watcher(reducer().watchers)
+    return _Handle(self._local.register_hook(_Hook(self, hook, watcher)), watcher)  # type: ignore[no-untyped-call]
 
-    def run(local: Any) -> Any:
-        leaf = owner() if owner is not None else None  # a leaf may have been given other data since
-        dual = (spec if leaf is None else leaf._spec).dual()
-        return _given_back(hook(GlobalTensor.wrap(local, dual)), dual)
 
-    return self._local.register_hook(run)  # type: ignore[no-untyped-call]
+class _Hook:
+    """A user's hook, as autograd calls it. It holds its watcher."""
+
+    __slots__ = ("_hook", "_owner", "_spec", "_watcher")
+
+    def __init__(self, hooked: GlobalTensor, hook: Callable[[GlobalTensor], Any], watcher: Watcher) -> None:
+        self._hook, self._spec, self._watcher = hook, hooked._spec, watcher
+        self._owner = weakref.ref(hooked) if hooked._local.is_leaf else None
+
+    def __call__(self, local: Any) -> Any:
+        leaf = self._owner() if self._owner is not None else None  # a leaf may have been given other data since
+        dual = (self._spec if leaf is None else leaf._spec).dual()
+        return _given_back(self._hook(GlobalTensor.wrap(local, dual)), dual)
+
+
+class _Handle(RemovableHandle):
+    """Torch's handle of a hook: once removed, the hook watches no longer."""
+
+    def __init__(self, handle: RemovableHandle, watcher: Watcher) -> None:
+        self.__dict__.update(handle.__dict__)
+        self._end = watcher.end
+
+    def remove(self) -> None:
+        super().remove()
+        self._end()
 
 
 def register_post_accumulate_grad_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], None]) -> Any:
@@ -92,10 +113,12 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
         _arm(leaf)
     if not hooks:
         return
-    watch()
-    owner, spec = weakref.ref(leaf), leaf._spec
+    owner, spec, watcher = weakref.ref(leaf), leaf._spec, Watcher(reducer().watchers)
 
     def run(local: Any) -> Any:
+        if not hooks:  # all have been removed
+            watcher.end()
+            return local
         found = owner()
         dual = (spec if found is None else found._spec).dual()
         grad = GlobalTensor.wrap(local, dual)
@@ -110,8 +133,9 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
 
 def retain_grad(self: GlobalTensor) -> None:
     """Keep the gradient of a tensor that is no leaf: ``.grad`` shows it in the tensor's own sbp."""
-    watch()
     self._local.retain_grad()
+    if not self._local.is_leaf:
+        watch(self._local)
 
 
 def grad_fn(self: GlobalTensor) -> Any:
@@ -119,7 +143,7 @@ def grad_fn(self: GlobalTensor) -> Any:
     found = self._local.grad_fn
     if found is None:
         return None  # a module asks each tensor that becomes its parameter
-    watch()
+    reducer().watchers.of_graph(found)
     node = self.__dict__.get("_node")
     return node if node is not None and node.node is found else found
 
@@ -160,8 +184,10 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     """The identity through which torch sees the gradients of a module's inputs or outputs: on the local parts, with nodes whose hooks see global tensors."""
     if not any(isinstance(t, GlobalTensor) for t in tensors):
         return identity(*tensors)
-    watch()
     parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
+    computed = next((part for part in parts if part.grad_fn is not None), None)  # all by one node
+    if computed is not None:
+        watch(computed)
     duals = [t._spec.dual() if isinstance(t, GlobalTensor) else None for t in tensors]
     outs = []
     for t, part in zip(tensors, parts, strict=True):

@@ -15,10 +15,11 @@ from .errors import SbpError
 from .placement import Placement
 from .plans import replaced, tensors_in
 from .promote import promote
-from .reducer import watch
+from .reducer import reducer, watch
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .visible import visible
+from .watchers import Watcher
 from .wrapper import GlobalTensor
 
 __all__ = ["local_map"]
@@ -59,7 +60,6 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
             else:
                 locals_.append(t)
         these = iter(locals_)
-        watch()
         inside = where.coordinate(world().rank) is not None
         out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
         return _wrapped(out, out_sbp, where, inside)
@@ -98,6 +98,14 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
     return [None if v is None else as_layout(v, placement.axes, what) for v in value]
 
 
+def _watched(result: torch.Tensor) -> None:
+    """The function may use leaves of its own, or hook into tensors. The ranks do not know of one another whether it has."""
+    if result.requires_grad:
+        watch(result)
+    else:
+        Watcher(reducer().watchers)  # gone at once
+
+
 def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     here = world()
     results = tensors_in(out, [])
@@ -111,5 +119,8 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
         if layout is None:
             raise SbpError("local_map: out_sbp must say how each result lies")
         spec = spec_of({r: told[r][0][i] for r in placement.flat}, placement, layout)
-        wrapped.append(GlobalTensor.wrap(results[i] if inside else placeholder(spec), spec))
+        local = results[i] if inside else placeholder(spec)
+        if torch.is_grad_enabled():
+            _watched(local)
+        wrapped.append(GlobalTensor.wrap(local, spec))
     return replaced(out if inside else shell, iter(wrapped))

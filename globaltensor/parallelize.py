@@ -7,6 +7,7 @@ where the algebra needs it: the names are recipes for speed and memory.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .adapters import Layer, layers_in
 from .convert import check_placement
 from .errors import SbpError
 from .modules import SbpChoice, module_to_global
@@ -48,7 +50,8 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     - ``"data"``: every rank holds all parameters; give the batch as ``split(0)``.
     - ``"fsdp"``: every parameter is split, and gathered when it is used; give the batch as ``split(0)``. (Rajbhandari et al. 2020, ZeRO stage 3.)
     - ``"tensor"``: pairs of linear layers are split by their outputs and then by their inputs, vocabularies by their words; give the batch as ``broadcast``.
-      Which layers those are the model says itself (``tp_plan`` of Hugging Face models), or its structure does. (Shoeybi et al. 2019, Megatron-LM.)
+      Which layers those are the model says itself (``tp_plan`` of Hugging Face models), or its structure does. Adapters of a layer (LoRA) follow it.
+      (Shoeybi et al. 2019, Megatron-LM.)
     - ``"sequence"``: as tensor, and between the pairs activations [batch, time, features] are split in time: a reduce-scatter and an all-gather in place of
       each all-reduce, and less memory. (Korthikanti et al. 2022.)
     - ``"expert"``: modules of experts are split over their experts, and all else is as in data: tokens go to the ranks of their experts and come back, by one
@@ -199,7 +202,7 @@ def _tensor(model: nn.Module, size: int) -> Recipe:
     experts = _paths_of_experts(model)  # each rank has some of them whole, whatever the model's plan says of their insides
     parts = [part for part in _planned(model) or _structured(model) or _largest(model) if part.path not in experts]
     parts = [part for part in parts if not _cuts_heads(part, parts, model, size)]
-    parts += [_Part(path, 0, module, True) for path, module in experts.items()]
+    parts += [_Part(path, 0, path.rpartition(".")[0], module, module, True) for path, module in experts.items()]
     dims = {part.path: part.dim for part in parts}
     whole = {id(part.module): part.module for part in parts if part.whole}
 
@@ -211,24 +214,20 @@ def _tensor(model: nn.Module, size: int) -> Recipe:
 
 def _sequence(model: nn.Module, size: int) -> Recipe:
     recipe, modules = _tensor(model, size), dict(model.named_modules())
-    columns = [part.path.rpartition(".")[0] for part in _planned(model) or _structured(model) or _largest(model) if part.column]
+    linears = {id(layer.module): layer for layer in layers_in(model) if not isinstance(layer.base, nn.Embedding)}
+    columns = [part.layer for part in _planned(model) or _structured(model) or _largest(model) if part.column]
     parents = [path.rpartition(".")[0] for path in dict.fromkeys(columns)]
     # Where all that a module takes goes into several such layers (queries, keys and values) it is gathered once, where they have it from.
-    shared = {parent for parent in parents if parents.count(parent) > 1 and _only_linears(modules[parent])}
+    shared = {parent for parent in parents if parents.count(parent) > 1 and _only_linears(modules[parent], linears)}
     gathered = dict.fromkeys(parent if (parent := path.rpartition(".")[0]) in shared else path for path in columns)
     return recipe._replace(gathered=[modules[path] for path in gathered], in_time=True)
 
 
-def _only_linears(module: nn.Module) -> bool:
+def _only_linears(module: nn.Module, linears: Mapping[int, Layer]) -> bool:
     """Whether what holds parameters among the children are linear layers alone; a norm beside them would take the input as it comes."""
-    children = [child for child in module.children() if any(True for _ in child.parameters())]
-    return all(isinstance(child, nn.Linear) or _transposed(child) or not _takes_hidden(child, module) for child in children)
-
-
-def _takes_hidden(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a child may work on the features that the parent takes: as wide as a linear layer's inputs."""
-    widths = {m.in_features for m in parent.children() if isinstance(m, nn.Linear)}
-    return any(p.shape[-1] in widths for p in child.parameters() if p.dim())
+    widths = {linears[id(child)].inputs for child in module.children() if id(child) in linears}
+    others = [child for child in module.children() if id(child) not in linears]
+    return not any(p.shape[-1] in widths for child in others for p in child.parameters() if p.dim())
 
 
 #: The plans by name: (model, size of the axis) -> recipe.
@@ -240,7 +239,9 @@ class _Part(NamedTuple):
 
     path: str
     dim: int
-    module: nn.Module
+    layer: str  # the path of the module that stands for the layer which it belongs to, with adapters if it has some
+    module: nn.Module  # that one
+    base: nn.Module  # the layer itself
     whole: bool  # the module's result is made whole
     column: bool = False  # it takes whole activations
 
@@ -249,112 +250,123 @@ class _Part(NamedTuple):
 
 
 def _planned(model: nn.Module) -> list[_Part]:
-    """By the model's own ``tp_plan`` {path pattern of a module or parameter: style}; nothing if it has none."""
-    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    found: list[_Part] = []
-    if not isinstance(plan, Mapping):
-        return found
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # its logits stay split by words: cross-entropy takes them so
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full = f"{path}.{name}".lstrip(".")
-            style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(full, pattern)), None)
-            style = style or next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
-            dim = _dim_of(module, name, parameter, str(style or ""))
-            if dim is not None:
-                whole = "colwise" not in str(style) or ("gather" in str(style) and module is not head)
-                found.append(_Part(full, dim, module, whole, "colwise" in str(style)))
+    """By the model's own ``tp_plan`` {path pattern of a module or parameter: style}, or those of models inside it; nothing if there is none."""
+    layers = layers_in(model)
+    found = [part for path, module, plan in _plans(model) for part in _by(plan, path, module, layers)]
     # A layer beside one of rows that takes less gives several things in one (queries, keys and values): cut, each of them is split as it is.
-    taken = {_around(part): part.module.in_features for part in found if not part.column and isinstance(part.module, nn.Linear)}
-    several = [part.column and isinstance(part.module, nn.Linear) and part.module.out_features > taken.get(_around(part), math.inf) for part in found]
+    taken = {_around(part): part.base.in_features for part in found if not part.column and isinstance(part.base, nn.Linear)}
+    several = [part.column and isinstance(part.base, nn.Linear) and part.base.out_features > taken.get(_around(part), math.inf) for part in found]
     return [part._replace(whole=part.whole and not more) for part, more in zip(found, several, strict=True)]
+
+
+def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Mapping[str, Any]]]:
+    """(path, module, its plan) of the outermost modules that have one of their own; what stands around a model hands on its attributes, with other paths."""
+    for name in ("tp_plan", "_tp_plan"):
+        if inspect.getattr_static(module, name, None) is not None and isinstance(plan := getattr(module, name), Mapping) and plan:
+            yield path, module, plan
+            return
+    for name, child in module.named_children():
+        yield from _plans(child, f"{path}.{name}".lstrip("."))
+
+
+def _by(plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]) -> Iterator[_Part]:
+    """What the plan of a model, at that path, says of its parameters."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # its logits stay split by words: cross-entropy takes them so
+
+    def part(path: str, dim: int | None, layer: str, module: nn.Module, base: nn.Module, style: str) -> Iterator[_Part]:
+        if dim is not None:
+            whole = "colwise" not in style or ("gather" in style and module is not head)
+            yield _Part(path, dim, layer, module, base, whole, "colwise" in style)
+
+    inside = {id(m) for layer in layers for m in layer.module.modules()}
+    for layer in layers:
+        if not at or layer.path == at or layer.path.startswith(f"{at}."):
+            style = _style(plan, layer.path.removeprefix(at).lstrip("."))
+            for path, parameter in layer.parameters():
+                name = path.rpartition(".")[2]
+                own = _style(plan, f"{layer.path}.{name}".removeprefix(at).lstrip(".")) if layer.own(path) else ""
+                yield from part(path, _dim(layer, parameter, own or style), layer.path, layer.module, layer.base, own or style)
+    for path, module in model.named_modules():
+        if id(module) not in inside:
+            for name, parameter in module._parameters.items():
+                full = f"{path}.{name}".lstrip(".")
+                if parameter is not None and (style := _style(plan, full) or _style(plan, path)):
+                    yield from part(f"{at}.{full}".lstrip("."), _dim_of(parameter, style), f"{at}.{path}".lstrip("."), module, module, style)
+
+
+def _style(plan: Mapping[str, Any], path: str) -> str:
+    """What the plan says of a path; "" where it says nothing."""
+    return str(next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None) or "")
+
+
+def _dim(layer: Layer, parameter: torch.Tensor, style: str) -> int | None:
+    """Along which dim a parameter of a layer of this style is split."""
+    if "embedding" in style:
+        return layer.of_inputs(parameter)
+    if "colwise" in style:
+        return layer.of_outputs(parameter)
+    return layer.of_inputs(parameter) if "rowwise" in style else None
+
+
+def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
+    """The same of what is no layer: words or experts come first, then outputs, then inputs."""
+    if "embedding" in style or style == "grouped_gemm":
+        return 0
+    if "colwise" in style:
+        return max(0, parameter.dim() - 2)
+    return parameter.dim() - 1 if "rowwise" in style and parameter.dim() > 1 else None
 
 
 def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
     """Whether a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
     computes them all, as in Megatron-LM, and nothing moves."""
-    around, layer = _around(part), part.module
+    around, layer = _around(part), part.base
     width = getattr(model.get_submodule(around), "head_dim", None)
     if not part.column or not isinstance(layer, nn.Linear) or not isinstance(width, int) or not width:
         return False
-    widest = max(p.module.out_features for p in parts if p.column and isinstance(p.module, nn.Linear) and _around(p) == around)
+    widest = max(p.base.out_features for p in parts if p.column and isinstance(p.base, nn.Linear) and _around(p) == around)
     return layer.out_features < widest and layer.out_features % (width * size) != 0
 
 
 def _around(part: _Part) -> str:
     """The path of the module that a part's layer is in."""
-    return ".".join(part.path.split(".")[:-2])
-
-
-def _dim_of(module: nn.Module, name: str, parameter: torch.Tensor, style: str) -> int | None:
-    """Along which dim a parameter of this style is split."""
-    if "embedding" in style or style == "grouped_gemm":  # words; experts
-        return 0
-    if "colwise" in style:
-        return _outputs(module, parameter)
-    if "rowwise" in style and parameter.dim() > 1:
-        return _inputs(module, parameter)
-    return None
-
-
-def _transposed(module: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight as [inputs, outputs] (transformers' Conv1D)."""
-    return not isinstance(module, nn.Linear) and hasattr(module, "nf")
-
-
-def _outputs(module: nn.Module, parameter: torch.Tensor) -> int:
-    return parameter.dim() - 1 if _transposed(module) or parameter.dim() == 1 else parameter.dim() - 2
-
-
-def _inputs(module: nn.Module, parameter: torch.Tensor) -> int:
-    return parameter.dim() - 2 if _transposed(module) else parameter.dim() - 1
+    return part.layer.rpartition(".")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- what its structure says
 
 
-class _Layer:
-    """A linear layer: where it is, and its numbers of inputs and outputs."""
+def _column(layer: Layer, whole: bool = False) -> Iterator[_Part]:
+    """Split by outputs."""
+    for path, parameter in layer.parameters():
+        if (dim := layer.of_outputs(parameter)) is not None:
+            yield _Part(path, dim, layer.path, layer.module, layer.base, whole, True)
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path, self.module = path, module
-        weight: Any = module._parameters.get("weight")  # not `module.weight`: a parametrized one is computed anew, spectral norm's with another iteration
-        if weight is None:
-            self.outputs, self.inputs = module.out_features, module.in_features
-        else:
-            self.outputs, self.inputs = weight.shape[_outputs(module, weight)], weight.shape[_inputs(module, weight)]
 
-    def column(self, whole: bool = False) -> Iterator[_Part]:
-        """Split by outputs."""
-        for name, parameter in self.module._parameters.items():
-            if parameter is not None:
-                yield _Part(f"{self.path}.{name}".lstrip("."), _outputs(self.module, parameter), self.module, whole, True)
-
-    def row(self) -> Iterator[_Part]:
-        """Split by inputs; the bias is not."""
-        for name, parameter in self.module._parameters.items():
-            if parameter is not None and parameter.dim() > 1:
-                yield _Part(f"{self.path}.{name}".lstrip("."), _inputs(self.module, parameter), self.module, True)
+def _row(layer: Layer) -> Iterator[_Part]:
+    """Split by inputs, which of a table are its words. What every rank has whole of an affine layer is its bias."""
+    for path, parameter in layer.parameters():
+        if (dim := layer.of_inputs(parameter)) is not None:
+            yield _Part(path, dim, layer.path, layer.module, layer.base, True)
 
 
 def _structured(model: nn.Module) -> list[_Part]:
     """Column-then-row pairs, found by who stands beside whom: in a block of a repeated list of layers, what widens or makes heads comes before what closes."""
-    linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear) or (_transposed(m) and "weight" in m._parameters)]
+    layers = layers_in(model)
+    linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
     found: list[_Part] = []
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:
-            families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.path.rpartition(".")[0])]
+            families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
             found += _paired(families)
-    return [*found, *_vocabulary(model, linears)]
+    return [*found, *_vocabulary(layers)]
 
 
 def _largest(model: nn.Module) -> Iterator[_Part]:
     """Of a model without such pairs (a convolutional one) the largest linear layer alone, by its outputs: mostly the classifier (Krizhevsky 2014)."""
-    linears = [_Layer(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = [layer for layer in layers_in(model) if isinstance(layer.base, nn.Linear)]
     if linears:
-        yield from max(linears, key=lambda layer: layer.outputs * layer.inputs).column()
+        yield from _column(max(linears, key=lambda layer: layer.outputs * layer.inputs))
 
 
 def _scope(path: str) -> str:
@@ -364,9 +376,9 @@ def _scope(path: str) -> str:
     return ".".join(parts[: last + 1])
 
 
-def _paired(families: list[list[_Layer]]) -> Iterator[_Part]:
+def _paired(families: list[list[Layer]]) -> Iterator[_Part]:
     """``families``: the linear layers of a block, those of one parent together."""
-    waiting: list[_Layer] = []  # columns whose row is still to come
+    waiting: list[Layer] = []  # columns whose row is still to come
     for i, family in enumerate(families):
         first, last = family[0], family[-1]
         if waiting and len(family) == 1 and _closes(waiting[0], last):
@@ -380,30 +392,32 @@ def _paired(families: list[list[_Layer]]) -> Iterator[_Part]:
             waiting = family if len(after) == 1 and _closes(first, after[0]) and len({layer.inputs for layer in family}) == 1 else []
 
 
-def _pair(columns: Sequence[_Layer], row: _Layer) -> Iterator[_Part]:
+def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[_Part]:
     for layer in columns:
         several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0  # in one (queries, keys and values): cut, each of them is split as it is
-        yield from layer.column(whole=layer.outputs != columns[0].outputs or (layer.outputs != row.inputs and not several))
-    yield from row.row()
+        yield from _column(layer, whole=layer.outputs != columns[0].outputs or (layer.outputs != row.inputs and not several))
+    yield from _row(row)
 
 
-def _closes(first: _Layer, last: _Layer) -> bool:
+def _closes(first: Layer, last: Layer) -> bool:
     """Whether ``last`` takes what ``first`` gives (or a share of it: queries, keys and values may be one layer) back to where it came from."""
     return first.outputs % last.inputs == 0 and last.outputs == first.inputs
 
 
-def _queries(family: list[_Layer]) -> bool:
+def _queries(family: list[Layer]) -> bool:
     """Three layers alike: queries, keys and values, whose row has another parent."""
     return len(family) == 3 and len({(layer.inputs, layer.outputs) for layer in family}) == 1
 
 
-def _vocabulary(model: nn.Module, linears: list[_Layer]) -> Iterator[_Part]:
+def _vocabulary(layers: list[Layer]) -> Iterator[_Part]:
     """The head that gives a logit for each word, and the tables of as many words."""
-    tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
-    words = {m.num_embeddings for _, m in tables} & {layer.outputs for layer in linears if not _scope(layer.path)}
-    for layer in linears:
-        if layer.outputs in words and not _scope(layer.path):
-            yield from layer.column()
-    for path, table in tables:
-        if table.num_embeddings in words and not _scope(path):
-            yield _Part(f"{path}.weight", 0, table, True)
+    outside = [layer for layer in layers if not _scope(layer.path)]
+    tables = [layer for layer in outside if isinstance(layer.base, nn.Embedding)]
+    heads = [layer for layer in outside if not isinstance(layer.base, nn.Embedding)]
+    words = {table.inputs for table in tables} & {head.outputs for head in heads}
+    for head in heads:
+        if head.outputs in words:
+            yield from _column(head)
+    for table in tables:
+        if table.inputs in words:
+            yield from _row(table)

@@ -41,18 +41,20 @@ def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
 
     Raises DivergenceError, on every rank, if ranks hold different values (`check_replicated`). Not ``checked``: where the values do not matter.
     """
-    graph = tensor.requires_grad and torch.is_grad_enabled()
-    if graph:
-        watch()
-    here = world()
+    graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
     if spec.placement.coordinate(here.rank) is None:
-        return placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
+        nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
+        if graph:
+            watch(nothing)
+        return nothing
     if checked and here.compares and len(spec.placement.flat) > 1:
         check_replicated(tensor, spec.placement, purpose)
     if tensor.device.type != spec.placement.type:
         tensor = tensor.to(here.device(spec.placement.type))
     if graph:
-        return _ReplicatedInput.apply(tensor, spec)  # type: ignore[no-any-return]
+        entered = _ReplicatedInput.apply(tensor, spec)
+        watch(entered)
+        return entered  # type: ignore[no-any-return]
     return tensor
 
 

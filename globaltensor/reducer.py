@@ -24,10 +24,11 @@ from .errors import GlobalTensorError
 from .flats import Flats, Row
 from .owed import Owed
 from .spec import Spec, Stored
+from .watchers import Watcher, Watchers, end_of
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "LeafGradient", "Reducer", "attach", "counts_ride", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
+    "LeafGradient", "Reducer", "attach", "counts_ride", "detach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
 ]  # fmt: skip
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
@@ -71,9 +72,11 @@ class LeafGradient:
         #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
         self.cuts: list[tuple[slice, ...]] = []
         self.part: tuple[int, ...] = ()
+        self.unsummed: _Unsummed | None = None  # the passes under ``no_sync()`` from which it has contributions
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault("_accumulated", OrderedDict())  # the user's
         self.keep(leaf._grad_shard)
         reducer().leaves[number] = self
+        weakref.finalize(self, reducer().flats.drop, [number]).atexit = False
         self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
 
     @property
@@ -124,8 +127,18 @@ class LeafGradient:
         here = reducer()
         if not here.deferred:
             here.add(self)
+        else:
+            here.defer(self)
+
+    def release(self) -> None:
+        """No contribution of passes under ``no_sync()`` is left."""
+        passes, self.unsummed = self.unsummed, None
+        if passes is not None:
+            passes.summed(self.number)
 
     def take(self) -> torch.Tensor | None:
+        if self.unsummed is not None:
+            self.release()
         local = self._local()
         if local is None:
             return None  # nobody can ask for it any more
@@ -147,6 +160,23 @@ class LeafGradient:
             grad = self.take()
             self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
+
+
+class _Unsummed(Watcher):
+    """What passes under ``no_sync()`` have left unsummed: contributions that nothing is owed to, and that those of a later pass are added to."""
+
+    __slots__ = ("leaves", "over")
+
+    def __init__(self, among: Watchers) -> None:
+        super().__init__(among)
+        self.leaves: set[int] = set()  # which have some
+        self.over = False  # the block has been left, and all ranks have the same leaves
+
+    def summed(self, number: int) -> None:
+        """The contributions to a leaf have been taken."""
+        self.leaves.discard(number)
+        if self.over and not self.leaves:
+            self.end()
 
 
 class _Planned:
@@ -179,7 +209,9 @@ class Reducer:
     """Collects the gradients of leaves while backward runs and sums them over the ranks, a bucket at a time."""
 
     def __init__(self) -> None:
-        self.deferred = 0
+        self.deferred = 0  # blocks of ``no_sync()`` around what runs
+        self.unsummed: list[_Unsummed] = []  # of each of these
+        self.everywhere = True  # all leaves with contributions of several ranks have been on all ranks: these know alike when none is left unsummed
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
         self.planned: dict[int, _Planned] = {}  # by their number in the plan
@@ -195,12 +227,49 @@ class Reducer:
         self.owed: Owed | None = None  # what every gradient of the pass under way has yet to be multiplied by
         self.rides = False  # whether such numbers may travel with gradients (`counts_ride`)
         self.asked = False  # for the last such number before a backward pass could bring it
-        self.watched = False  # gradients may be seen before they come here (hooks, leaves of other kinds): none may be owed anything
+        self.watchers = Watchers()  # what may see gradients before they come here (hooks, leaves of other kinds): then none may be owed anything
+        self._always: Watcher | None = None
 
     def number(self) -> int:
         """The number of a new leaf: the same on every rank, since all make the same leaves in the same order."""
         self.numbers += 1
         return self.numbers
+
+    @property
+    def watched(self) -> bool:
+        """Whether gradients may be seen on this rank before they come here. Set to True: from now on, for good."""
+        return bool(self.deferred or self.watchers.alive)
+
+    @watched.setter
+    def watched(self, value: bool) -> None:
+        self._always = Watcher(self.watchers) if value else None
+
+    def may_owe(self, told: bool) -> bool:
+        """Return True if the gradients of a pass may be owed a factor. ``told``: the ranks are telling each other the factor already, so each decides for
+        itself; otherwise by what all ranks know."""
+        return not (self.deferred or (self.watchers.alive if told else self.watchers.open))
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Leave what arrives in the block unsummed."""
+        passes = _Unsummed(self.watchers)
+        self.unsummed.append(passes)
+        self.deferred += 1
+        try:
+            yield
+        finally:
+            self.deferred -= 1
+            self.unsummed.pop()
+            passes.over = self.everywhere
+            passes.summed(0)  # where there was nothing
+
+    def defer(self, leaf: LeafGradient) -> None:
+        """The gradient of a leaf has come, and stays unsummed."""
+        passes = self.unsummed[-1]
+        if leaf.unsummed is not passes:
+            leaf.release()
+            leaf.unsummed = passes
+            passes.leaves.add(leaf.number)
 
     def at_end(self, before: Callable[[], None] | None = None) -> None:
         """Finish when the backward pass under way ends; ``before`` runs first, once."""
@@ -239,7 +308,7 @@ class Reducer:
             planned.roomy = len(leaves) == len(planned.numbers) and all(leaf.size(leaf.local.dtype)[1] == planned.key for leaf in leaves)
             if not planned.roomy:
                 return
-            planned.row = self.flats.take((planned.key, planned.index), [leaf.local for leaf in leaves], 1, planned.key[1], planned.key[3])
+            planned.row = self.flats.take(planned.numbers, [leaf.local for leaf in leaves], planned.key[1], planned.key[3])
         grad = leaf.take()
         assert grad is not None
         planned.placed[leaf.number] = planned.row.parts[planned.at[leaf.number]].copy_(grad)
@@ -328,12 +397,10 @@ class Reducer:
         planned = self.planned.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         grads: Sequence[torch.Tensor] = [g for _, g in bucket]
         row = planned.row if planned is not None else None
-        if row is not None and list(map(id, grads)) == list(map(id, row.parts)):
-            flat = row.flat if rider is not None else row.flat[:-1]
-        else:
-            row = self.flats.take((way, kind, grads[0].device, len(self.sent)), grads, int(rider is not None), kind, grads[0].device)
-            flat = row.flat
+        if row is None or list(map(id, grads)) != list(map(id, row.parts)):
+            row = self.flats.take([leaf.number for leaf, _ in bucket], grads, kind, grads[0].device)
             _torch.copy_all(row.parts, grads)
+        flat = row.flat if rider is not None else row.flat[:-1]
         if rider is not None:
             flat[-1].copy_(rider)
         # Where each rank knows the number by itself it pays before the sum: then it is its own matter whether it owes anything.
@@ -426,13 +493,8 @@ def no_sync() -> Iterator[None]:
 
     For gradient accumulation: as ``DistributedDataParallel.no_sync``.
     """
-    here = reducer()
-    here.watched = True
-    here.deferred += 1
-    try:
+    with reducer().deferring():
         yield
-    finally:
-        here.deferred -= 1
 
 
 def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
@@ -457,9 +519,9 @@ def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
     return target
 
 
-def watch() -> None:
-    """From now on gradients of this rank may be seen on their way."""
-    reducer().watched = True
+def watch(local: torch.Tensor) -> None:
+    """Gradients of this rank may be seen on their way as long as the graph is there that has computed ``local``; of a leaf, as long as that requires grad."""
+    reducer().watchers.of(local)
 
 
 def counts_ride(mode: bool = True) -> None:
@@ -472,6 +534,11 @@ def counts_ride(mode: bool = True) -> None:
     reducer().rides = bool(mode)
 
 
+def detach(leaf: GlobalTensor) -> None:
+    """A leaf no longer requires grad."""
+    end_of(leaf._local)
+
+
 def attach(leaf: GlobalTensor) -> None:
     """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
     known, leaf._leaf = leaf._leaf, None
@@ -480,8 +547,11 @@ def attach(leaf: GlobalTensor) -> None:
     spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too, and watch: all must agree
     shared = any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout))
     if not shared:
-        watch()
-    elif leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
+        watch(leaf._local)
+        return
+    here = reducer()
+    here.everywhere = here.everywhere and len(spec.placement.flat) == world().size
+    if leaf._local.is_leaf and spec.placement.coordinate(world().rank) is not None:
         if known is not None and known._local() is leaf._local and known.spec is spec:
             leaf._leaf = known  # it was told so before; of two, the first would take what the second is asked for
             return

@@ -33,6 +33,8 @@ BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a
 ALONE_BYTES = 1 << 21  # of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a collective more
 UNDER_WAY = 1  # buckets of gradients
 MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
+MOST_EXPECTED = 1 << 14  # uses that are expected: beyond that all are learnt again
+PASSES = 8  # after how many passes a use that did not come again is no longer expected
 LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
 
 
@@ -40,11 +42,11 @@ Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was ga
 
 
 class Use(NamedTuple):
-    """A gathered parameter: whose it is, from which version of which local tensor, and where it lies."""
+    """A gathered parameter: whose it is, from which version of which local tensor, and where it lies. It keeps none of them."""
 
-    leaf: GlobalTensor
+    leaf: weakref.ref[GlobalTensor]
     dst: Spec
-    local: torch.Tensor
+    local: weakref.ref[torch.Tensor]
     version: int
     storage: _torch.StorageWeakRef
 
@@ -52,13 +54,41 @@ class Use(NamedTuple):
         return bool(self.storage.expired())
 
 
+class Gathering(NamedTuple):
+    """A parameter that is gathered to ``dst``. It may have gone on this rank and be there on others, where a collector has not run yet: so what all have to
+    decide alike is asked of its number and specs."""
+
+    leaf: weakref.ref[GlobalTensor]
+    number: int
+    src: Spec
+    dst: Spec
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """What parameters must have in common to be gathered together."""
+        return self.src.placement, gather_axes(self.src, self.dst), self.src.dtype
+
+    @property
+    def key(self) -> tuple[int, Spec]:
+        return self.number, self.dst
+
+
 class Order:
     """Which parameters of one placement are used after which. Its ranks see alike what is used there, and may differ in what they use elsewhere."""
 
     def __init__(self) -> None:
-        self.next: dict[tuple[int, int], tuple[weakref.ref[GlobalTensor], Spec]] = {}
+        #: (numbers of the one but last used and of the last; 0: none) -> the next, and in which pass that was so last.
+        self.next: dict[tuple[int, int], tuple[Gathering, int]] = {}
         self.recent: tuple[int, int] = (0, 0)
+        self.passes = 0
         self.largest = self.before = 0  # bytes of the largest one gathered in this pass, and in the last that gathered any
+
+    def used(self, one: Gathering) -> None:
+        """Learn that it comes next."""
+        if len(self.next) >= MOST_EXPECTED:
+            self.next.clear()
+        self.next[self.recent] = one, self.passes
+        self.recent = (self.recent[1], one.number)
 
     def most(self, freed: bool) -> int:
         """Bytes of a bucket."""
@@ -68,6 +98,9 @@ class Order:
         """A pass is over: the next begins where this one began."""
         self.recent = (0, 0)
         self.before, self.largest = self.largest or self.before, 0
+        self.passes += 1
+        if self.passes % PASSES == 0:
+            self.next = {pair: entry for pair, entry in self.next.items() if entry[1] >= self.passes - PASSES}
 
 
 class Sharding:
@@ -75,7 +108,8 @@ class Sharding:
 
     def __init__(self) -> None:
         self.orders: dict[Placement, Order] = {}
-        self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int]] = {}
+        #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone, and with it the memory.
+        self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
         self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
         self.last = 0
         self.arrived: list[GlobalTensor] = []
@@ -93,13 +127,28 @@ class Sharding:
         if found is None:
             self.last += 1
             found = leaf.__dict__["_gathered_number"] = self.last
+            weakref.finalize(leaf, _let_go, weakref.ref(self), found).atexit = False
         return found
+
+    def let_go(self, number: int) -> None:
+        """A parameter has gone: keep no memory of it. What was ready for others stays known to be so, for they have to decide alike."""
+        for key in [k for k in list(self.ready) if k[0] == number]:  # of copies: a collector may run anywhere
+            kept = self.ready.pop(key, None)
+            if kept is not None and kept[1]._version == kept[2]:
+                self.ready[key] = None
+        for way in [k for k in list(self.scatters.limits) if k[-1] == number]:  # type: ignore[index]
+            self.scatters.limits.pop(way, None)
 
     def order(self, placement: Placement) -> Order:
         found = self.orders.get(placement)
         if found is None:
             found = self.orders[placement] = Order()
         return found
+
+
+def _let_go(state: weakref.ref[Sharding], number: int) -> None:
+    if (found := state()) is not None:
+        found.let_go(number)
 
 
 _STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
@@ -117,9 +166,16 @@ def forget() -> None:
     """A pass is over: nothing gathered ahead is kept, and the next use begins a new order."""
     state = _state()
     state.ready.clear()
-    for order in state.orders.values():
+    for placement, order in list(state.orders.items()):
         order.again()
+        if not order.next:
+            del state.orders[placement]
     _forget_gone(state)
+
+
+def relearn() -> None:
+    """A parameter lies otherwise from now on: forget what was expected."""
+    _state().orders.clear()
 
 
 @contextlib.contextmanager
@@ -175,22 +231,21 @@ def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor
     else:
         out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
     if state.freed and torch.is_grad_enabled():
-        _remember(state, Use(leaf, dst, local, local._version, _torch.StorageWeakRef(whole.untyped_storage())))
+        _remember(state, Use(weakref.ref(leaf), dst, weakref.ref(local), local._version, _torch.StorageWeakRef(whole.untyped_storage())))
     return out
 
 
 def _whole(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
     """The next use of a gathered parameter."""
-    local, order, number = leaf._local, state.order(src.placement), state.number(leaf)
-    order.next[order.recent] = (weakref.ref(leaf), dst)
-    order.recent = (order.recent[1], number)
-    key = (number, dst)
-    found = state.ready.pop(key, None)
+    local, order, one = leaf._local, state.order(src.placement), Gathering(weakref.ref(leaf), state.number(leaf), src, dst)
+    order.used(one)
+    found = state.ready.pop(one.key, None)
     if found is None or found[1] is not local or found[2] != local._version:
         order.largest = max(order.largest, _bytes(dst))
         with _torch.unobserved():
-            _gather(state, _batch(state, leaf, src, dst, order.most(freed), freed))
-        found = state.ready.pop(key)
+            _gather(state, _batch(state, one, order.most(freed), freed), local.device)
+        found = state.ready.pop(one.key)
+    assert found is not None, "it is an argument of the call"
     return found[0]
 
 
@@ -204,48 +259,63 @@ def _alone(spec: Spec) -> bool:
     return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
 
 
-def _batch(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, most: int, exact: bool) -> list[tuple[GlobalTensor, Spec]]:
+def _batch(state: Sharding, one: Gathering, most: int, exact: bool) -> list[Gathering]:
     """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
-    batch, total, order = [(leaf, dst)], _bytes(dst), state.order(src.placement)
-    if _alone(dst):
+    batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
+    if _alone(one.dst):
         return batch
-    at, way = order.recent, (src.placement, gather_axes(src, dst), src.dtype)
-    seen = {(state.number(leaf), dst)}
-    while total < most and (expected := order.next.get(at)) is not None:
-        other, wanted = expected[0](), expected[1]
-        if other is None or (number := state.number(other), wanted) in seen:
+    at, way = order.recent, one.way
+    seen = {one.key}
+    while total < most and at in order.next:
+        other = order.next[at][0]
+        if other.key in seen or other.way != way or _laid_otherwise(other):
             break
-        if (other._spec.placement, gather_axes(other._spec, wanted), other._spec.dtype) != way:
-            break
-        kept = state.ready.get((number, wanted))
-        if not _alone(wanted) and (kept is None or kept[1] is not other._local or kept[2] != other._local._version):
-            if exact and total + _bytes(wanted) > most:
+        if not _alone(other.dst) and not _is_ready(state, other):
+            if exact and total + _bytes(other.dst) > most:
                 break
-            batch.append((other, wanted))
-            total += _bytes(wanted)
-        seen.add((number, wanted))
-        at = (at[1], number)
+            batch.append(other)
+            total += _bytes(other.dst)
+        seen.add(other.key)
+        at = (at[1], other.number)
     return batch
 
 
-def _gather(state: Sharding, batch: Sequence[tuple[GlobalTensor, Spec]]) -> None:
-    first, rank = batch[0][0]._spec, world().rank
-    ranks = first.placement.fiber(rank, gather_axes(first, batch[0][1]))
-    numels = [sum(math.prod(leaf._spec.box(r)[1]) for leaf, _ in batch) for r in ranks]
-    wholes = [torch.empty(dst.box(rank)[1], dtype=leaf.dtype, device=leaf._local.device) for leaf, dst in batch]
-    flat = [leaf._local.detach().reshape(-1) for leaf, _ in batch]
-    if len(batch) == 1 and _in_rows(first, batch[0][1], ranks, rank):
+def _laid_otherwise(one: Gathering) -> bool:
+    leaf = one.leaf()
+    return leaf is not None and leaf._spec is not one.src
+
+
+def _is_ready(state: Sharding, one: Gathering) -> bool:
+    """Whether it has been gathered ahead, and has not been written into since."""
+    if one.key not in state.ready:
+        return False
+    kept, leaf = state.ready[one.key], one.leaf()
+    return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
+
+
+def _gather(state: Sharding, batch: Sequence[Gathering], device: torch.device) -> None:
+    first, rank = batch[0], world().rank
+    ranks = first.src.placement.fiber(rank, gather_axes(first.src, first.dst))
+    numels = [sum(math.prod(one.src.box(r)[1]) for one in batch) for r in ranks]
+    wholes = [torch.empty(one.dst.box(rank)[1], dtype=one.dst.dtype, device=device) for one in batch]
+    leaves = [one.leaf() for one in batch]  # of one that has gone nobody will use what comes
+    locals_ = [None if leaf is None else leaf._local for leaf in leaves]
+    flat = [
+        torch.zeros(math.prod(one.src.box(rank)[1]), dtype=one.src.dtype, device=device) if local is None else local.detach().reshape(-1)
+        for one, local in zip(batch, locals_, strict=True)
+    ]
+    if len(batch) == 1 and _in_rows(first.src, first.dst, ranks, rank):
         world().comm(ranks).all_gather_into(flat[0], numels, wholes[0].view(-1))
     else:
         parts = world().comm(ranks).all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels, fresh=False)
         at = [0] * len(ranks)
-        for (leaf, dst), whole in zip(batch, wholes, strict=True):
+        for one, whole in zip(batch, wholes, strict=True):
             for i, r in enumerate(ranks):
-                n = math.prod(shape := leaf._spec.box(r)[1])
-                _piece(whole, leaf._spec, dst, r, rank).copy_(parts[i][at[i] : at[i] + n].view(shape))
+                n = math.prod(shape := one.src.box(r)[1])
+                _piece(whole, one.src, one.dst, r, rank).copy_(parts[i][at[i] : at[i] + n].view(shape))
                 at[i] += n
-    for (leaf, dst), whole in zip(batch, wholes, strict=True):
-        state.ready[(state.number(leaf), dst)] = (whole, leaf._local, leaf._local._version)
+    for one, whole, local in zip(batch, wholes, locals_, strict=True):
+        state.ready[one.key] = None if local is None else (whole, local, local._version)
 
 
 def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
@@ -286,7 +356,7 @@ class _Gathered(torch.autograd.Function):
 
 def _watched(leaf: GlobalTensor) -> bool:
     """Whether somebody looks at this leaf's gradient on its way."""
-    return bool(leaf._local._backward_hooks) or "_watched" in leaf.__dict__
+    return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- scattering
@@ -324,8 +394,8 @@ def finish() -> None:
     arrived, state.arrived = state.arrived, []
     here = reducer()
     for leaf in arrived:
-        if leaf._leaf is not None and not here.deferred:
-            here.add(leaf._leaf)
+        if leaf._leaf is not None:
+            (here.defer if here.deferred else here.add)(leaf._leaf)
     forget()
 
 
@@ -418,7 +488,10 @@ def _forget_gone(state: Sharding) -> None:
 class _Note(NamedTuple):
     """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its memory."""
 
-    use: Use
+    leaf: GlobalTensor
+    dst: Spec
+    local: torch.Tensor
+    version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -426,9 +499,10 @@ class _Note(NamedTuple):
 
 def _noted(state: Sharding, t: torch.Tensor) -> Any:
     use = state.alive.get(_torch.storage_key(t))
-    if use is None or use.gone() or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():
+    leaf, local = (None, None) if use is None or use.gone() else (use.leaf(), use.local())
+    if use is None or leaf is None or local is None or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():
         return t, t._version  # which torch looks at only where there are no hooks
-    return _Note(use, t.size(), t.stride(), t.storage_offset())
+    return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
 
 
 def _recalled(kept: Any) -> torch.Tensor:
@@ -437,11 +511,11 @@ def _recalled(kept: Any) -> torch.Tensor:
         if t._version != version:
             raise _changed(t, version)
         return t  # type: ignore[no-any-return]
-    leaf, dst, local, version, _ = kept.use
-    if leaf._local is not local or local._version != version:
-        raise _changed(leaf, version)
+    leaf = kept.leaf
+    if leaf._local is not kept.local or kept.local._version != kept.version:
+        raise _changed(leaf, kept.version)
     with torch.no_grad():
-        return _whole(_state(), leaf, leaf._spec, dst, True).as_strided(kept.size, kept.stride, kept.offset)
+        return _whole(_state(), leaf, leaf._spec, kept.dst, True).as_strided(kept.size, kept.stride, kept.offset)
 
 
 def _changed(t: torch.Tensor, version: int) -> RuntimeError:

@@ -86,15 +86,19 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     spec = gather_specs(self, placement, layout, check_meta)
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
-    if graph:
-        reducer.watch()
     if placement.coordinate(world().rank) is None:
         # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so that ranks agree on who has one.
         kept = graph and self.shape == (0,) and self.dtype is spec.dtype
-        return GlobalTensor.wrap(self.view_as(self).to(world().outside(placement.type)) if kept else placeholder(spec).requires_grad_(graph), spec)
+        if not graph:
+            return GlobalTensor.wrap(placeholder(spec), spec)
+        nothing = self if kept else placeholder(spec).requires_grad_()
+        local = nothing.view_as(nothing).to(world().outside(placement.type))  # no leaf, as inside
+        reducer.watch(local)
+        return GlobalTensor.wrap(local, spec)
     local = self.to(world().device(placement.type), copy=copy)
     if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
+        reducer.watch(out._local)
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True

@@ -29,9 +29,11 @@ def visible(function: Function, name: str = "", alone: Callable[..., Any] | None
     """A function that modes see as they see torch's own; its body is ``__wrapped__``. ``alone``, of one that is no method: what it is on one device, without
     ``placement`` and ``sbp``."""
 
+    recording = _torch.recording  # asked first: mostly nobody looks on, and each read of a gradient comes here
+
     @functools.wraps(function)
     def seen(*args: Any, **kwargs: Any) -> Any:
-        if _torch.looked_at():
+        if recording.looks and _torch.looked_at():
             return shown(seen, *args, **kwargs)
         return function(*args, **kwargs)
 

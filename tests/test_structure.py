@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
     ("cluster",),
     ("distributed",),
-    ("boxing", "comm"),
+    ("boxing", "comm", "watchers"),
     ("strides",),
     ("moved",),
     ("rules", "reducer"),
@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents", "memory"),
     ("pickling",),
-    ("optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
+    ("adapters", "optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
     ("arrays", "checkpoint", "flex", "savers", "optim", "parallelize", "spellings"),
     ("graph",),
     ("amp", "nn", "utils", "pipeline"),

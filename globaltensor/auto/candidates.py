@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from ..boxing.moves import Layout
 from ..cluster import Cluster
 from ..placement import Placement
+from ..rules import RULES
 from ..sbp import Sbp, broadcast, split
 from ..spec import Spec
 from .calls import Call, Value
@@ -76,20 +77,15 @@ class Menu:
         return found
 
     def _on_axis(self, call: Call, values: Sequence[Value], size: int) -> list[Signature]:
-        key = call.key, size
-        if call.key is None:
-            return signatures(call, values, size)
-        if key not in _known:
-            _remember(key, signatures(call, values, size))
-        return list(_known[key])  # a list of its own, which `_make` may shorten
+        key = None if call.key is None else (call.key, size)
+        return list(_asked(key, lambda: signatures(call, values, size)))  # a list of its own, which `_make` may shorten
 
     def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any]) -> Any:
         """What a composition does on several axes at once."""
-        key = ("on", call.key, self.prices.mesh.shape, tuple(come))
-        if call.key is None or key not in _known:
-            specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
-            return _remember(key, composed(call, specs))
-        return _known[key]
+        def ask() -> Any:
+            return composed(call, [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)])
+
+        return _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
 
     def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
         mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
@@ -210,12 +206,20 @@ def roofline(
     return forward, cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
 
 
-#: What calls do, for all meshes: asking is slow where a call is a composition.
+#: What calls do by the rules of a version, for all meshes: asking is slow where a call is a composition.
 _known: dict[Hashable, Any] = {}
 _KEPT = 1 << 14
 
 
-def _remember(key: Hashable, found: Any) -> Any:
+def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
+    """What ``ask`` tells, once for each key as long as the rules stay. None: nothing that is asked twice."""
+    if key is None:
+        return ask()
+    key = RULES.version, key
+    try:
+        return _known[key]
+    except KeyError:
+        found = ask()
     if len(_known) >= _KEPT:
         _known.clear()
     _known[key] = found

@@ -21,7 +21,7 @@ from ..errors import GlobalTensorError
 from ..graph.dry import DryComm, DryWorld, Untraceable
 from ..placement import Placement
 from ..plans import replaced, tensors_in
-from ..rules import Arg, Op, choose, rule_of
+from ..rules import Arg, Derived, Op, choose, rule_of
 from ..rules.extremum import AHEAD
 from ..rules.quotient import settle
 from ..sbp import Sbp, broadcast, partial_sum, split
@@ -168,7 +168,7 @@ def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], 
     try:
         try:
             with remembering(_tried):
-                return _watched(call, specs, "meta", dry.plans)
+                return _watched(call, specs, "meta", dry.derived)
         except _REFUSED:  # a kernel that meta tensors have not, or a look at values: fake tensors know more, and take longer
             with _torch.fake_tensors():
                 return _watched(call, specs, None, None)
@@ -184,7 +184,7 @@ _REFUSED = (RuntimeError, TypeError, ValueError, IndexError, GlobalTensorError, 
 
 
 def _watched(
-    call: Call, specs: Sequence[Spec], device: str | None, plans: dict[Any, Any] | None
+    call: Call, specs: Sequence[Spec], device: str | None, plans: Derived | None
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
     """What a call gives and moves on tensors without memory."""
     with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
@@ -214,7 +214,7 @@ class _Elsewhere(DryWorld):
     def __init__(self, size: int) -> None:
         super().__init__(world())
         self.rank, self.size = 0, size
-        self.plans: dict[Any, Any] = {}
+        self.derived = Derived()
 
     def _connect(self, ranks: tuple[int, ...]) -> DryComm:
         return _Nobody(self, ranks)

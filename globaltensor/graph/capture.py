@@ -89,7 +89,7 @@ def capture(
         results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
         for node in local.graph.nodes:
             if node.target is backward:
-                node.meta["watched"] = reducer().watched  # whether build() may look at gradients on their way
+                node.meta["watched"] = reducer().watchers.begun > 0  # whether build() may look at gradients on their way
         local.end()
         local.unseeded()
         settled = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in outs]

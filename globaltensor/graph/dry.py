@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
@@ -60,9 +61,16 @@ class DryWorld(World):
 
     dry = True
 
+    @property
+    def real(self) -> World:
+        """The world that this one is like."""
+        found = self._real()
+        assert found is not None, "whoever captures is in it"
+        return found
+
     def __init__(self, real: World) -> None:
         super().__init__(real.rank, real.size, real.local_rank, real.node_size)
-        self.real = real
+        self._real = weakref.ref(real)  # which may hold what was dreamt up in this one
         self.met = 0  # how often ranks would have met
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:

@@ -22,6 +22,7 @@ from ..distributed.world import world
 from ..placement import Placement
 from ..promote import check_replicated
 from ..reducer import reducer
+from ..rules import RULES
 from ..spec import layout_on
 from ..wrapper import GlobalTensor
 from . import passes, report, state
@@ -76,15 +77,9 @@ class Built:
             outs: Any = self.staged(micros, scale)
         else:
             outs, here = [], reducer()
-            if training and len(micros) > 1:
-                here.watched = True  # what several passes add up is not owed one number
             for i, inputs in enumerate(micros):
-                early = training and i < len(micros) - 1
-                here.deferred += early
-                try:
+                with here.deferring() if training and i < len(micros) - 1 else contextlib.nullcontext():
                     outs.append(self.program(inputs, scale))  # type: ignore[misc]
-                finally:
-                    here.deferred -= early
         return [_filled(self.captured.structure, iter(out)) for out in outs]
 
     @property
@@ -366,7 +361,7 @@ class Graph:
     def _key(self, args: Any, kwargs: Any) -> Any:
         held = self._held if self._held is not None else self._held_now()  # in a call `_places` has looked
         given = _shape_of(args), _shape_of(kwargs)
-        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), rebound(self._built.values()))
+        return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), RULES.version, rebound(self._built.values()))
 
     def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
         key = self._key(args, kwargs)

@@ -8,6 +8,7 @@ either: it rides at the end of the first bucket of gradients.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,6 +19,7 @@ from .. import _torch
 from ..distributed.world import world
 from ..placement import Placement
 from ..sbp import partial_sum
+from ..spec import Spec
 from ..wrapper import GlobalTensor, SlottedGlobalTensor
 from .extremum import settling
 
@@ -36,6 +38,7 @@ class Count:
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed
         self._wait: Callable[[], torch.Tensor] | None = None  # None: not on its way
+        self._watchers: Any = None  # of which all ranks have to know whether some are left, as this number does not ride for their sake
         self.riding = False
         self._sum: torch.Tensor | None = None
         self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = None  # what to wait for, and where it then lies
@@ -49,7 +52,19 @@ class Count:
     def start(self) -> None:
         """Begin, unless it is on its way. Collective."""
         if not self.started:
-            self._wait = settling(self.part)
+            if self._watchers is None:
+                self._wait = settling(self.part)
+            else:
+                self._watchers.ask(self._start_with)
+
+    def _start_with(self, some: bool) -> Callable[[], bool]:
+        """Begin, and tell the other ranks ``some`` by the same message -> whether any rank has told so."""
+        part = self.part
+        assert isinstance(part, GlobalTensor)
+        both = torch.stack([part._local.detach(), torch.full_like(part._local, some)])
+        wait = functools.cache(settling(GlobalTensor.wrap(both, part._spec.replace(shape=(2,)))))
+        self._wait = lambda: cast(torch.Tensor, wait()[0])
+        return lambda: bool(cast(GlobalTensor, wait())._local[1])
 
     def __call__(self) -> torch.Tensor:
         """The sum on every rank. Collective where it has not been started."""
@@ -76,14 +91,21 @@ class Count:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking."""
+        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
+        Collective."""
         here, part = world(), self.part
         found = here.reducer
-        if found is None or found.watched or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
+        if found is None or found.deferred or not isinstance(part, GlobalTensor) or _torch.function_mode_on():
             return False
         if not self.programmed and (found.asked or not found.rides):
             return False
-        return len(part._spec.placement.flat) == here.size and any(e is partial_sum for e in part._spec.layout)
+        if len(part._spec.placement.flat) != here.size or not any(e is partial_sum for e in part._spec.layout):
+            return False
+        if found.watchers.none_left():
+            return True
+        if all(e is partial_sum for a, e in enumerate(part._spec.layout) if part._spec.placement.shape[a] > 1):
+            self._watchers = found.watchers
+        return False
 
     def rider(self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """What this rank gives to a sum over ``axes`` of a placement in ``dtype``, a tensor without dims, that then is the count. None: it is on its way
@@ -187,6 +209,15 @@ _PRODUCTS = frozenset((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.
 _SCALINGS = _PRODUCTS | {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.divide, torch.Tensor.divide, torch.true_divide, torch.Tensor.true_divide}
 
 
+def _taken(total: GlobalTensor, count: Count) -> tuple[torch.Tensor, Spec]:
+    """The quotient's local tensor and spec. Local parts are divided: a rank may look at its own alone, which is no operation of the program that all run."""
+    number: Any = count()
+    if _torch.function_mode_on():
+        found: Any = total / number
+        return found._local, found._spec
+    return total._local / (number._local if isinstance(number, GlobalTensor) else number), total._spec
+
+
 def settle(x: GlobalTensor) -> GlobalTensor:
     """Take the quotient: in place, since others may hold the tensor. Collective where its count is not on its way."""
     if isinstance(x, Quotient):
@@ -201,9 +232,9 @@ def settle(x: GlobalTensor) -> GlobalTensor:
             reducer.asked = True  # before backward: the next time it starts at once
         # Who looks may do so without gradients (a meter under no_grad); the tensor keeps its own.
         with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad):
-            found: Any = total / count() if source is None else source.detach()
+            local, spec = _taken(total, count) if source is None else ((detached := source.detach())._local, detached._spec)
         x.__class__ = SlottedGlobalTensor
-        x._local, x._spec = found._local, found._spec
+        x._local, x._spec = local, spec
         held.pop("_source", None)
         for view in held.pop("_views", ()):
             if (other := view()) is not None:

@@ -1,8 +1,14 @@
-"""The table of rules: torch function -> rule. One declaration serves every spelling (function, method, operator, in-place)."""
+"""The table of rules: torch function -> rule. One declaration serves every spelling (function, method, operator, in-place).
+
+What follows from rules is kept in many places: plans in each thread, programs in each graph, candidates of the search. A rule may be declared at any time, by
+any thread, so these places are a `Derived`, or look at ``RULES.version``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +17,7 @@ import torch
 
 from .notation import Arg, Op, align, parse
 
-__all__ = ["RULES", "UNSEEING", "Rule", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
+__all__ = ["RULES", "UNSEEING", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
 SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
@@ -35,8 +41,56 @@ class Rule:
     inplace: bool = False
 
 
-#: torch function object -> its rule
-RULES: dict[Any, Rule] = {}
+_changing = threading.Lock()  # the rules, or what is derived from them
+_DERIVED: weakref.WeakSet[Derived] = weakref.WeakSet()
+
+
+class Rules(dict[Any, Rule]):
+    """Torch function object -> its rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0  # counts declarations
+        self.scalars: set[Any] = set()  # functions whose rules say so
+
+    def __setitem__(self, function: Any, rule: Rule) -> None:
+        with _changing:
+            super().__setitem__(function, rule)
+            (self.scalars.add if rule.scalars else self.scalars.discard)(function)
+            self._changed()
+
+    def __delitem__(self, function: Any) -> None:
+        with _changing:
+            super().__delitem__(function)
+            self.scalars.discard(function)
+            self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        for derived in list(_DERIVED):
+            derived.found.clear()
+
+
+class Derived:
+    """A cache of what follows from rules. It is emptied when one is declared, in whichever thread that happens."""
+
+    __slots__ = ("__weakref__", "found")
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+        with _changing:
+            _DERIVED.add(self)
+
+    def keep(self, key: Any, value: Any, version: int, most: int) -> None:
+        """Keep what was found by the rules of ``version``, unless there are others by now. Of more than ``most`` entries all are forgotten."""
+        with _changing:
+            if version == RULES.version:
+                if len(self.found) >= most:
+                    self.found.clear()
+                self.found[key] = value
+
+
+RULES = Rules()
 
 #: Functions that look at values before they compute -> the same without a look, of plain tensors too: a graph that is being captured has no values.
 UNSEEING: dict[Any, Callable[..., Any]] = {}
@@ -72,7 +126,8 @@ def rule(
     """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``Op``.
 
     ``target``: a torch function, or a name (all its spellings), or several. ``notation``: see ``notation.parse``; ``linear`` and ``addends``
-    are positions of tensor operands, see ``notation.Op``.
+    are positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are captured again at their next call, so every rank
+    declares the same rules between the same calls.
 
     >>> import torch
     >>> _ = rule(torch.chain_matmul, "m k, k n -> m n", linear=[[0], [1]])

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch import memory_users
 from ...boxing.moves import gives, takes
 from ...distributed.comm import Channel, Message
 from ...distributed.world import World
 from ...errors import ScheduleError, WorldError
+from ...flats import Room
 from ...spec import Spec
 from .schedule import Schedule
 
@@ -82,22 +82,24 @@ class Route(NamedTuple):
 
 
 class _Pool:
-    """Memory of one route that serves again once nobody refers to it: memory that is touched for the first time costs more than a copy."""
+    """Memory of one route that serves again once nobody refers to it. (Devices other than CPUs have allocators that keep what is let go.)"""
 
     def __init__(self, idle: int) -> None:
         self._idle = idle
-        self._all: list[Tensor] = []
+        self._all: list[Room] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for flat in self._all:
-            if flat.numel() == numel and memory_users(flat) == 1:
-                return flat.view(-1)  # another tensor on the same memory: that is what counts as being referred to
-        self._all.append(torch.empty(numel, dtype=dtype, device=device))
-        return self._all[-1].view(-1)
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        nbytes = numel * dtype.itemsize
+        room = next((room for room in self._all if room.nbytes == nbytes and room.free), None)
+        if room is None:
+            self._all.append(room := Room(nbytes))
+        return room.lend(dtype)
 
     def trim(self) -> None:
         """Keep only so many that nobody uses."""
-        idle = [i for i, flat in enumerate(self._all) if memory_users(flat) == 1]
+        idle = [i for i, room in enumerate(self._all) if room.free]
         for i in reversed(idle[self._idle :]):
             del self._all[i]
 

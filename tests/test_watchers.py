@@ -1,0 +1,377 @@
+"""Who looks at gradients on their way sees the true ones, and makes the passes that it looks at slower, not those that come afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import run_on
+from torch import Tensor, nn
+
+import globaltensor as flow
+from globaltensor.distributed.comm import comms
+from globaltensor.reducer import reducer
+from globaltensor.rules.quotient import Quotient
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+IGNORED = -100
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input; it notes the gradient that its backward is given."""
+
+    seen: list[Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        Doubled.seen.append(grads[0])
+        return grads[0] * 2
+
+
+class Task:
+    """A classifier of one weight [7, 5] on samples [9, 7], most of those that count on the first rank: plain, or split over the samples."""
+
+    def __init__(self, plain: bool) -> None:
+        draw = torch.Generator().manual_seed(1)
+        x, weight = torch.randn(9, 7, dtype=torch.float64, generator=draw), torch.randn(7, 5, dtype=torch.float64, generator=draw)
+        target = torch.randint(0, 5, (9,), generator=draw)
+        target[[0, 1, 3, 8]] = IGNORED
+        self.plain, self.x, self.target, self.weight = plain, x, target, weight.requires_grad_()
+        if not plain:
+            self.x, self.target = (t.to_global(everyone(), B).to_global(sbp=S(0)) for t in (x, target))  # type: ignore[attr-defined]
+            self.weight = weight.detach().to_global(everyone(), B).requires_grad_()  # type: ignore[attr-defined]
+        self.loss: Any = None
+
+    def forward(self, change: Callable[[Tensor], Tensor] = lambda logits: logits) -> Tensor:
+        return F.cross_entropy(change(self.x @ self.weight), self.target)
+
+    def step(self, change: Callable[[Tensor], Tensor] = lambda logits: logits) -> None:
+        self.weight.grad = None
+        self.loss = self.forward(change)
+        self.loss.backward()
+
+
+def everyone() -> flow.placement:
+    return flow.placement.all("cpu")
+
+
+def same(values: list[Tensor]) -> list[float]:
+    """What a hook was given, or what was made of it, in numbers that do not depend on the layout."""
+    return [float(s) for v in values for s in v.sum(1)]
+
+
+# Each looks at a pass or several of the task; what it gives is to be the same on one device. Afterwards nobody looks any more.
+
+
+def hook_on_the_leaf(task: Task) -> Any:
+    seen: list[Tensor] = []
+    handle = task.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    task.step()
+    handle.remove()
+    return same(seen)
+
+
+def hook_that_changes(task: Task) -> Any:
+    with task.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)):  # type: ignore[no-untyped-call]
+        task.step()
+    return task.weight.grad.tolist()  # type: ignore[union-attr]
+
+
+def hook_on_the_way(task: Task) -> Any:
+    seen: list[Tensor] = []
+
+    def hooked(logits: Tensor) -> Tensor:
+        logits.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        return logits
+
+    task.step(hooked)
+    return same(seen)
+
+
+def retained(task: Task) -> Any:
+    seen: list[Tensor] = []
+
+    def keeping(logits: Tensor) -> Tensor:
+        logits.retain_grad()
+        seen.append(logits)
+        return logits
+
+    task.step(keeping)
+    return same([t.grad for t in seen])  # type: ignore[misc]
+
+
+def node_looked_at(task: Task) -> Any:
+    seen: list[Tensor] = []
+
+    def hooked(logits: Tensor) -> Tensor:
+        logits.grad_fn.register_prehook(lambda grads: seen.append(grads[0].detach().clone()))  # type: ignore[union-attr]
+        return logits
+
+    task.step(hooked)
+    if task.plain:
+        return same(seen)
+    return same([t.to_global(everyone(), S(0)) for t in seen])  # type: ignore[attr-defined]  # a node sees parts
+
+
+def node_behind_one(task: Task) -> Any:
+    """The node that adds to the leaf, got at by a tensor that goes at once: as libraries do that hook into gradients."""
+    seen: list[Tensor] = []
+    node = task.weight.expand_as(task.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    handle = node.register_hook(lambda _, grads: seen.append(grads[0].detach().clone()))
+    gc.collect()
+    task.step()
+    handle.remove()
+    if task.plain:
+        return same(seen)
+    return same([t.to_global(everyone(), flow.sbp.partial_sum) for t in seen])  # type: ignore[attr-defined]
+
+
+def custom_function(task: Task) -> Any:
+    task.step(Doubled.apply)
+    seen, Doubled.seen = Doubled.seen, []
+    return same(seen)
+
+
+def plain_leaf(task: Task) -> Any:
+    own = torch.full((5,), 0.5, dtype=torch.float64, requires_grad=True)
+    task.step(lambda logits: logits * own)
+    return own.grad.tolist()  # type: ignore[union-attr]
+
+
+def plain_leaf_made_global(task: Task) -> Any:
+    own = torch.full((5,), 0.5, dtype=torch.float64, requires_grad=True)
+    task.step(lambda logits: logits + (own if task.plain else own.to_global(everyone(), B)))  # type: ignore[attr-defined]
+    return own.grad.tolist()  # type: ignore[union-attr]
+
+
+def leaf_that_is_not_shared(task: Task) -> Any:
+    own = torch.full((9, 5), 0.5, dtype=torch.float64)
+    leaf: Any = own if task.plain else own.to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    leaf.requires_grad_()
+    task.step(lambda logits: logits * leaf)
+    return leaf.grad.tolist()
+
+
+def leaf_without_gradients_again(task: Task) -> Any:
+    held.append(leaf := torch.ones(4).to_global(everyone(), B).to_global(sbp=S(0)).requires_grad_())  # type: ignore[attr-defined]
+    task.step()
+    leaf.requires_grad_(False)
+
+
+def unsummed(task: Task) -> Any:
+    with flow.no_sync():
+        task.step()
+        task.forward().backward()  # type: ignore[no-untyped-call]
+    task.forward().backward()  # type: ignore[no-untyped-call]
+    return task.weight.grad.tolist()  # type: ignore[union-attr]
+
+
+def unsummed_and_read(task: Task) -> Any:
+    with flow.no_sync():
+        task.step()
+    return task.weight.grad.tolist()  # type: ignore[union-attr]
+
+
+def unsummed_and_dropped(task: Task) -> Any:
+    with flow.no_sync():
+        task.step()
+    task.weight.grad = None
+
+
+def hooked_module(task: Task) -> Any:
+    seen: list[Tensor] = []
+    module = nn.Identity()
+    handle = module.register_full_backward_hook(lambda module, grads, outs: seen.append(grads[0]))
+    task.step(module)
+    handle.remove()
+    return same(seen)
+
+
+def local_function(task: Task) -> Any:
+    own = torch.full((5,), 0.5, dtype=torch.float64, requires_grad=True)
+    here = lambda logits: logits * own  # noqa: E731
+    task.step(here if task.plain else flow.local_map(here, out_sbp=S(0)))
+    assert own.grad is not None
+    return own.grad.tolist() if task.plain else own.grad.to_global(everyone(), flow.sbp.partial_sum).tolist()  # type: ignore[attr-defined]
+
+
+held: list[Any] = []
+ENDED = [hook_on_the_leaf, hook_that_changes, leaf_without_gradients_again, unsummed, unsummed_and_read, unsummed_and_dropped]
+GONE = [
+    hook_on_the_way, retained, node_looked_at, node_behind_one, custom_function, plain_leaf, plain_leaf_made_global, leaf_that_is_not_shared, hooked_module,
+    local_function,
+]  # fmt: skip
+
+
+def waited(task: Task) -> bool:
+    """Whether a pass waits for the number of targets before it begins."""
+    task.step()
+    return not isinstance(task.loss, Quotient)
+
+
+def apart(task: Task) -> bool:
+    """Whether that number needs a message of its own."""
+    with comms() as log:
+        task.step()
+    return [t.bytes for t in log] != [(7 * 5 + 1) * 8]
+
+
+def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
+    """What is wrong with a look, or with the passes after it."""
+    ours, plain = Task(False), Task(True)
+    flow.counts_ride(rides)
+    found = []
+    for _ in range(2 * rides):
+        ours.step()
+    if (apart if rides else waited)(ours):
+        found.append("slow before")
+    got, want = looks(ours), looks(plain)
+    if (got is None) != (want is None) or (want is not None and not torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-12, atol=1e-14)):
+        found.append("other numbers")
+    ours.loss = None  # and with it the graph
+    slow = [(apart if rides else waited)(ours) for _ in range(3)]
+    plain.step()
+    if not torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad, rtol=1e-12):  # type: ignore[union-attr,arg-type]
+        found.append("other numbers afterwards")
+    flow.counts_ride(False)
+    # Of what goes without an end the ranks have to tell each other first.
+    return found + [f"slow: {n} passes afterwards" for n, is_slow in enumerate(slow) if is_slow and (n > 0 or not rides or looks in ENDED)]
+
+
+def looked() -> dict[str, list[str]]:
+    found = {f"{looks.__name__}{', riding' * rides}": after(looks, rides) for looks in (*ENDED, *GONE) for rides in (False, True)}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_the_pass_after_a_look_is_fast_again() -> None:
+    assert run_on(2, looked) == [{}] * 2
+
+
+def held_on_one_rank() -> list[tuple[bool, bool]]:
+    """(whether the number travels with the gradients, whether these are right) of passes after a look; what looked stays on the first rank for some of them."""
+    flow.counts_ride()
+    ours, plain = Task(False), Task(True)
+    plain.step()
+    ours.step(Doubled.apply)
+    Doubled.seen.clear()
+    kept = [ours.loss] if flow.env.get_rank() == 0 else []
+    ours.loss = None
+    found = []
+    for i in range(10):
+        if i == 5:
+            kept.clear()
+        rode = not apart(ours)
+        found.append((rode, torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad)))  # type: ignore[union-attr,arg-type]
+    flow.counts_ride(False)
+    return found
+
+
+def test_ranks_on_which_objects_go_at_other_times_take_the_same_decisions() -> None:
+    first, second = run_on(2, held_on_one_rank)
+    assert first == second
+    assert all(right for _, right in first)
+    assert [rode for rode, _ in first] == [False] * 6 + [True] * 4
+
+
+class Accumulating(flow.nn.Graph):
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.module = nn.Module()
+        self.module.weight = nn.Parameter(task.weight.detach())  # type: ignore[arg-type]
+        self.add_optimizer(torch.optim.SGD(self.module.parameters(), lr=0.0))
+        self.config.set_gradient_accumulation_steps(2)
+
+    def build(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(x @ self.module.weight, target)  # type: ignore[operator]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+def accumulating() -> bool:
+    """Whether passes are slow after a graph that adds up those of micro-batches."""
+    task = Task(False)
+    graph = Accumulating(task)
+    for _ in range(2):
+        graph(task.x[:8], task.target[:8])
+    flow.counts_ride()
+    slow = apart(task)
+    flow.counts_ride(False)
+    return slow
+
+
+def test_a_graph_of_micro_batches_leaves_no_trace() -> None:
+    assert run_on(2, accumulating) == [False] * 2
+
+
+def fewer_ranks() -> list[bool]:
+    """Leaves of the first two ranks keep contributions that are not summed; the others do not know of them."""
+    flow.counts_ride()
+    ours, plain = Task(False), Task(True)
+    plain.step()
+    few = flow.placement("cpu", [0, 1])
+    other = torch.ones(7, dtype=torch.float64).to_global(few, B).requires_grad_()  # type: ignore[attr-defined]
+    found = []
+    for i in range(6):
+        if i == 1:
+            with flow.no_sync():
+                (other * 2).sum().backward()
+        if i == 3:
+            found.append(other.grad.to_global(everyone(), B).tolist() == [2.0] * 7)  # type: ignore[union-attr]
+        ours.step()
+        found.append(torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad))  # type: ignore[union-attr,arg-type]
+    flow.counts_ride(False)
+    return found
+
+
+def test_contributions_that_only_some_ranks_have() -> None:
+    assert run_on(4, fewer_ranks) == [[True] * 7] * 4
+
+
+def watchers() -> tuple[int, int]:
+    """How many are there, and how many the program has begun and not ended, after many passes that somebody looks at."""
+    task = Task(False)
+    before = reducer().watchers.open
+    for _ in range(20):
+        handle = task.weight.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
+        with flow.no_sync():
+            task.forward().backward()  # type: ignore[no-untyped-call]
+        task.forward().backward()  # type: ignore[no-untyped-call]
+        handle.remove()
+        handle.remove()
+    return len(reducer().watchers.alive), reducer().watchers.open - before
+
+
+def test_what_the_program_ends_is_not_counted_any_more() -> None:
+    assert run_on(2, watchers) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("through", ["post", "hook"])
+def test_gathered_gradients_travel_together_again(through: str) -> None:
+    assert run_on(2, gathered, through) == [(True, True)] * 2
+
+
+def gathered(through: str) -> tuple[bool, bool]:
+    """(whether a hook on a split parameter makes passes send other messages, whether they are the same again once it has been removed)."""
+    model = flow.parallelize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), everyone(), "fsdp")
+    x = torch.ones(128, 64).to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+
+    def step() -> list[str]:
+        with comms() as log:
+            model(x).sum().backward()
+        return [t.kind for t in log]
+
+    step()
+    before, weight = step(), next(model.parameters())
+    handle = weight.register_post_accumulate_grad_hook(lambda p: None) if through == "post" else weight.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
+    between = step()
+    handle.remove()
+    step()  # whose buckets still are those of the pass before
+    return between != before, step() == before
