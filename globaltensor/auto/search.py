@@ -18,7 +18,7 @@ from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Larger, Solution, solve
+from .solver import STOP, Larger, Solution, solve
 from .uncollected import uncollected
 
 __all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
@@ -39,7 +39,7 @@ _LARGE = 1000  # nodes
 _TURNS, _TURNS_OF_LARGE = 400, 5  # further solutions at most where gradients take longer than what they hide behind
 _WORK, _WORK_WITHIN = 40_000, 6_000  # nodes of all of these together, without a limit of memory and with one, where each takes longer
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
-_EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
+_NEAR, _NEAR_OF_LARGE = 1e-3, 2e-3  # the same for what is but compared; and for a large problem's weights
 
 
 @uncollected()
@@ -70,6 +70,9 @@ def search(
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
     told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
+    left_out = sum(found.left_out for found in formulation.candidates.values())
+    if left_out:
+        told["left_out_ways"] = f"{left_out} ways to run calls left out, too many for one call"
     return Found(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
 
 
@@ -114,9 +117,8 @@ def _solved(
     first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, least=turns > 0, below=below))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
-    turned, large, limit = formulation.under(summing=1.0), len(first.choice) > _LARGE, formulation.problem.usage_limit
-    turned.problem.usage_limit = limit
-    near = _NEAR_OF_LARGE if large else _EXACT if limit is None else _CLOSE
+    turned, large, limit = formulation.turned(), len(first.choice) > _LARGE, formulation.problem.usage_limit
+    near = _NEAR_OF_LARGE if large else STOP if limit is None else _CLOSE
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
     most = min(turns, _TURNS_OF_LARGE if large else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice))
     larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), not large, below)
@@ -132,9 +134,7 @@ def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:
     """The formulation by which a choice costs what it does: whichever has it cost more, gradients hidden behind the backward pass or this behind them."""
     if not hidden(formulation.prices.cluster, formulation.options):
         return formulation
-    other = formulation.under(summing=1.0 - formulation.options.summing)
-    other.problem.usage_limit = formulation.problem.usage_limit
-    return max(formulation, other, key=lambda f: float(f.problem.evaluate(choice)))
+    return max(formulation, formulation.turned(), key=lambda f: float(f.problem.evaluate(choice)))
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
