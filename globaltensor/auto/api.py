@@ -29,7 +29,7 @@ from .everything import everything
 from .foretold import on_a_clock
 from .formulate import Options, formulate
 from .planned import Plan, PlanError
-from .search import Found, compare, data_parallel, search
+from .search import Found, compare, data_parallel, glance, search
 from .trace import calls_of_model, captured_calls
 from .uncollected import uncollected
 
@@ -157,7 +157,7 @@ def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, lef
         with contextlib.suppress(PlanError):  # by its own account of memory, or in the time that is left, it may have none
             where = mesh_of(shape, cluster)
             if shape not in first:  # a glance may tell that it is not worth a closer look
-                bounds[shape] = search(calls, cluster, where, options, left(), compared=False, turns=0).plan.bound
+                bounds[shape] = glance(calls, cluster, where, options, left())
                 if bounds[shape] >= least:
                     continue
             found = search(calls, cluster, where, options, left(), compared=False, turns=None if shape in first else _FEWER)

@@ -21,7 +21,7 @@ from .reading import read_plan
 from .solver import STOP, Larger, Solution, solve
 from .uncollected import uncollected
 
-__all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
+__all__ = ["Found", "compare", "data_parallel", "glance", "priced", "search", "told_by"]
 
 
 class Found(NamedTuple):
@@ -75,6 +75,13 @@ def search(
     if left_out:
         told["left_out_ways"] = f"{left_out} ways to run calls left out, too many for one call"
     return Found(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
+
+
+@uncollected()
+def glance(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, seconds: float | None = None) -> float:
+    """What no plan on this mesh costs less than, by few solutions. inf: none fits into the memory."""
+    solution, _ = _within(formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0)
+    return math.inf if solution.infeasible else float(solution.bound)
 
 
 def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS) -> Answer:
