@@ -220,7 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parallel", choices=["single", "pipeline", "auto", *PARALLEL], default="data", help="how the job is spread; single: plain PyTorch, one process")
     add("--picture", type=Path, help="auto: where a page that shows the plan is written")
     add("--plan", type=plan_in, help="auto: carry out the plan in this file (Plan.save, `globaltensor plan --json`) instead of searching for one")
-    add("--cluster", help="auto: what the cluster is like, a file that `globaltensor profile` wrote or the name of a preset")
+    add("--cluster", help="auto: what the cluster is like, a file that `globaltensor profile` wrote or the name of a preset; else the ranks are measured")
     add("--tensor-size", type=int, default=2, help="hybrid: ranks that share one replica")
     add("--graph", action="store_true", help="capture the training step as a static graph (nn.Graph)")
     add("--micro-batches", type=int, default=1, help="with --graph: cut each batch into so many, and step once")
@@ -354,6 +354,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train as the arguments say -> the losses reported, the validation loss last."""
     options = parse(arguments)
+    if options.cluster is None:
+        return run(options)
     try:
         cluster = flow.auto.cluster_of(options.cluster)
     except flow.auto.PlanError as error:

@@ -43,6 +43,10 @@ class InplaceError(SbpError):
     """An in-place op that would need the sbp of its target changed."""
 
 
+class FormError(GlobalTensorError, TypeError, ValueError):
+    """A form of a call that its rule does not describe: it runs on whole tensors. Any other error in a rule is a fault of the rule."""
+
+
 class LocalTensorError(GlobalTensorError, AttributeError):
     """A plain tensor was asked for what only a global one has. ``hasattr(x, "sbp")`` is False of a plain tensor."""
 

@@ -29,7 +29,7 @@ from .everything import everything
 from .foretold import on_a_clock
 from .formulate import Options, formulate
 from .planned import Plan, PlanError
-from .search import Found, compare, data_parallel, search
+from .search import Found, compare, data_parallel, glance, search
 from .trace import calls_of_model, captured_calls
 from .uncollected import uncollected
 
@@ -84,6 +84,7 @@ def plan(
 
 
 _FEW = 2  # devices that are worth but one mesh
+_SMALL = 200  # nodes of a problem that is solved on every mesh which may be worth it
 _LARGE = 1000  # nodes of a problem that is solved on one mesh only
 _FEWER = 40  # turns of the solver (`search.search`) on meshes beside the first
 _BROAD = 0.6  # the part of the time for the search over everything, before that on the mesh it has found
@@ -122,6 +123,7 @@ def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options
     plan = found.plan
     choices = {"mesh": list(plan.mesh), "stages": [_stage(plan)], "micro_batches": 1, "schedule": None, "recompute": [], "zero": {}, "batch": rows}
     plan = dataclasses.replace(plan, choices={**choices, **plan.choices}, search={**done.search, **plan.search}, alternatives=others)
+    plan = dataclasses.replace(plan, lost=tuple(dict.fromkeys((*done.lost, *plan.lost))))
     run = on_a_clock(plan, cluster)
     return dataclasses.replace(plan, seconds=run.seconds, timeline=run.trace())
 
@@ -142,9 +144,11 @@ def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, lef
     """The plan on one mesh, by the solver, that is to take the place of ``done``, if any. Its bound is that of all meshes and pipelines.
 
     The solver knows the mesh as a whole, and what the runtime gathers together. So a plan on one mesh is its plan there; and, unless the problem is large, it
-    is asked about every mesh on which by its bound something better than the best so far may be found."""
-    bounds = {tuple(shape): bound for bound, shape in done.search["bounds_of_meshes"]}
-    first, large = [done.mesh] if _single(done) else [], len(calls.calls) + len(calls.parameters) > _LARGE
+    is asked about every mesh on which by its bound something better than the best so far may be found. That bound is the other search's, which leaves nothing
+    partial between segments, and may so be a little too high: of a small problem it is what computing takes."""
+    nodes = len(calls.calls) + len(calls.parameters)
+    bounds = {tuple(shape): bound for bound, shape in done.search["computing_of_meshes" if nodes <= _SMALL else "bounds_of_meshes"]}
+    first, large = [done.mesh] if _single(done) else [], nodes > _LARGE
     best: Found | None = None
     least = min(done.cost, done.seconds)
     for shape in first + sorted((shape for shape in bounds if shape not in first), key=bounds.__getitem__):
@@ -153,11 +157,11 @@ def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, lef
         with contextlib.suppress(PlanError):  # by its own account of memory, or in the time that is left, it may have none
             where = mesh_of(shape, cluster)
             if shape not in first:  # a glance may tell that it is not worth a closer look
-                bounds[shape] = max(bounds[shape], search(calls, cluster, where, options, left(), compared=False, turns=0).plan.bound)
+                bounds[shape] = glance(calls, cluster, where, options, left())
                 if bounds[shape] >= least:
                     continue
             found = search(calls, cluster, where, options, left(), compared=False, turns=None if shape in first else _FEWER)
-            bounds[shape] = max(bounds[shape], found.plan.bound)
+            bounds[shape] = found.plan.bound
             if found.plan.cost < least or (shape in first and (found.plan.optimal or found.plan.cost <= done.cost)):
                 best, least = found, found.plan.cost
     if best is None:

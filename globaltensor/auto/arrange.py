@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..boxing import box
-from ..cluster import Cluster, current_cluster
+from ..cluster import Cluster, current_cluster, named_cluster
 from ..contents import replace_local
 from ..distributed.world import world
 from ..graph.agree import Text, agreed, settings
@@ -24,6 +24,7 @@ from ..graph.report import lines
 from ..moe import dispatch_tokens, experts_in
 from ..optimizers import relay
 from ..placement import Placement
+from ..profiling import cluster_here
 from ..sbp import Sbp
 from ..wrapper import GlobalTensor
 from .calls import Calls
@@ -31,7 +32,7 @@ from .formulate import Options
 from .search import Found, search
 from .trace import captured_calls
 
-__all__ = ["chosen", "follow", "lay", "of_first_rank", "options_of", "states_of", "wanted_by"]
+__all__ = ["chosen", "cluster_at_hand", "follow", "lay", "of_first_rank", "options_of", "states_of", "wanted_by"]
 
 #: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it take it as it lies.
 _LAID = "_laid_for_training"
@@ -62,8 +63,8 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> Applied:
                 call.fixed = () if call.fixed is not None else None
         free = {path for path, t in parameters.items() if _free(t, graph.training)}
         fixed = {v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free}
-        choose = graph.__dict__.get(_CHOICE, chosen)
-        found: Found = agreed(graph.name, lambda: (choose(calls, current_cluster(), mesh, auto, fixed, states_of(graph)), None))
+        choose, cluster = graph.__dict__.get(_CHOICE, chosen), cluster_at_hand(mesh)
+        found: Found = agreed(graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None))
         lay({path: parameters[path] for path in free}, found, graph.training)
         for entry in graph._optimizers:
             relay(entry.optimizer)
@@ -88,6 +89,12 @@ def options_of(auto: Auto, cluster: Cluster, fixed: Mapping[str, Any], states: f
         computation=auto.computation, wait=auto.wait * cluster.launch, collect=auto.collector, states=states, fixed=dict(fixed),
         hidden=None if auto.trunk else 0.0, memory=(cluster.memory or None) if auto.memory == "AdaptiveMemory" else None,
     )  # fmt: skip
+
+
+def cluster_at_hand(where: Placement) -> Cluster:
+    """The cluster to plan for on the ranks of this job: what `use_cluster` says; else as they are measured, now or before (`cluster_here`); else the generic
+    machine. Collective among all ranks."""
+    return named_cluster() or cluster_here(where.type) or current_cluster()
 
 
 def chosen(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fixed: Mapping[str, Any], states: float) -> Found:

@@ -7,6 +7,7 @@ axis of that length, where each rank still gets a part.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from ..sbp import Sbp, broadcast, partial_sum, split
 from ..spec import Spec
 from .calls import Call, Calls, Ref, Value
 from .candidates import Candidates, Menu
+from .losses import Losses
 from .planned import PlanError
 from .prices import Prices
 from .signatures import Signature, composed, signatures
@@ -47,8 +49,9 @@ class Batches:
             except PlanError:
                 pass  # `at` tells, if it is asked for
         self._at: dict[int, Calls] = {batch: self.whole}
-        self._signatures: dict[tuple[Hashable, int, int], list[Signature]] = {}
-        self._compositions: dict[Any, list[tuple[Any, ...]] | None] = {}
+        self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}  # key of a call -> what was lost of it, on the mesh where that is most
+        self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], Losses]] = {}
+        self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, Losses]] = {}
 
     def at(self, rows: int) -> Calls:
         """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls then than with the whole batch, or does not run."""
@@ -94,14 +97,14 @@ class Batches:
             calls.append(dataclasses.replace(c, args=args, kwargs=kwargs, extra=extra, key=None if c.key is None else (c.key, rows)))
         return dataclasses.replace(self.whole, calls=calls, values=values)
 
-    def signatures(self, call: Call, rows: int, ranks: int) -> list[Signature]:
-        """Those of a call at a batch of ``rows`` on an axis of ``ranks``."""
+    def signatures(self, call: Call, rows: int, ranks: int, losses: Losses) -> list[Signature]:
+        """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see `signatures`."""
         probed = min(ranks, _PROBED)
         if rows != self.batch and self.half is None:
-            return signatures(call, self.at(rows).values, probed)
-        big, small = self._probe(self.whole, call.number, probed, 0), None
+            return signatures(call, self.at(rows).values, probed, losses)
+        big, small = self._probe(self.whole, call.number, probed, 0, losses), None
         if rows != self.batch and self.half is not None:
-            small = {(s.ins, s.outs): s for s in self._probe(self.half, call.number, probed, 1)}
+            small = {(s.ins, s.outs): s for s in self._probe(self.half, call.number, probed, 1, losses)}
         if small is None:
             return big
         part = 2 * (self.batch - rows) / self.batch
@@ -114,25 +117,43 @@ class Batches:
             found.append(s)
         return found
 
-    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]] | None:
+    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: Losses) -> list[tuple[Any, ...]] | None:
         """How the results of a composition lie along as many axes of two, with operands that lie so along each; None where it cannot take them."""
         made = self.whole.calls[call.number]
-        key = made.key if made.key is not None else call.number, entries
+        key = self._key(made), entries
         if key not in self._compositions:
+            lost = Losses()
             placement = Placement("cpu", np.arange(2 ** len(entries)).reshape((2,) * len(entries)))
             operands = [self.whole.values[v] for v in made.operands]
             columns = [[_ENTRIES.get(axis[i]) or split(axis[i]) for axis in entries] for i in range(len(operands))]
-            seen = composed(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)])
-            self._compositions[key] = None if seen is None else [_dims(layout) for layout in seen[0]]
-        return self._compositions[key]
+            seen = composed(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)], lost)
+            self._compositions[key] = None if seen is None else [_dims(layout) for layout in seen[0]], lost
+        found, lost = self._compositions[key]
+        losses.update(lost)
+        return found
 
-    def _probe(self, calls: Calls, number: int, ranks: int, which: int) -> list[Signature]:
+    def note(self, call: Call, losses: Losses) -> None:
+        """Keep what was lost of a call, and so of those that are like it."""
+        key = self._key(self.whole.calls[call.number])
+        self._lost[key] = self._lost.get(key, Counter()) | losses
+
+    def losses(self) -> list[Counter[tuple[str, str]]]:
+        """What was lost of each call."""
+        return [self._lost[key] for key in map(self._key, self.whole.calls) if key in self._lost]
+
+    @staticmethod
+    def _key(call: Call) -> Hashable:
+        return call.number if call.key is None else call.key
+
+    def _probe(self, calls: Calls, number: int, ranks: int, which: int, losses: Losses) -> list[Signature]:
         call = calls.calls[number]
-        key = call.key if call.key is not None else number, ranks, which
+        key = self._key(call), ranks, which
         found = self._signatures.get(key)
         if found is None:
-            found = self._signatures[key] = signatures(call, calls.values, ranks)
-        return found
+            lost = Losses()
+            found = self._signatures[key] = signatures(call, calls.values, ranks, lost), lost
+        losses.update(found[1])
+        return found[0]
 
 
 class BatchMenu(Menu):
@@ -143,26 +164,33 @@ class BatchMenu(Menu):
         super().__init__(prices, batches.whole.training)
         self.batches, self.rows = batches, rows
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int) -> list[Signature]:
-        return [s._replace(composed=False) for s in self.batches.signatures(call, self.rows, size)]
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
+        return [s._replace(composed=False) for s in self.batches.signatures(call, self.rows, size, losses)]
 
     def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
-        found = super()._make(call, values)
+        found = self._of_all(call, super()._make(call, values))
+        self.batches.note(call, found.losses)
+        return found
+
+    def _of_all(self, call: Call, found: Candidates) -> Candidates:
+        """Without those that are compositions along several axes at once and do not run there."""
         mesh = self.prices.mesh
         compositions = {
-            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n) if s.composed} for a, n in enumerate(mesh.shape) if n > 1
+            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n, Losses()) if s.composed}
+            for a, n in enumerate(mesh.shape)
+            if n > 1
         }
         if sum(map(bool, compositions.values())) < 2:
             return found
-        good = [k for k in range(len(found)) if self._runs(call, [x[k] for x in found.ins], [x[k] for x in found.outs], compositions)]
+        good = [k for k in range(len(found)) if self._runs(call, [x[k] for x in found.ins], [x[k] for x in found.outs], compositions, found.losses)]
         ins, outs = ([[x[k] for k in good] for x in those] for those in (found.ins, found.outs))
-        return Candidates(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)))
+        return Candidates(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)), found.losses, found.left_out)
 
-    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]]) -> bool:
+    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]], losses: Losses) -> bool:
         both = [a for a, those in compositions.items() if _dims([x[a] for x in (*ins, *outs)]) in those]
         if len(both) < 2:
             return True
-        seen = self.batches.composition(call, tuple(_dims([x[a] for x in ins]) for a in both))
+        seen = self.batches.composition(call, tuple(_dims([x[a] for x in ins]) for a in both), losses)
         return seen is not None and seen == [_dims([x[a] for a in both]) for x in outs]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from ..boxing.moves import show_bytes
 from .figures import folded, pattern
 from .planned import Plan
 
-__all__ = ["besides", "stages", "told"]
+__all__ = ["besides", "lying", "stages", "told"]
 
 
 def stages(plan: Plan) -> list[tuple[str, ...]]:
@@ -26,6 +27,28 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
         memory = show_bytes(s["memory"]) if "memory" in s else ""
         rows.append((str(i), str(s.get("lane", i)), f"{first}-{end - 1}", told(s.get("mesh"), "x"), _parts(held), _parts(again) or "nothing", memory))
     return rows
+
+
+def lying(plan: Plan) -> str:
+    """What the devices are arranged in.
+
+    >>> lying(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
+    'a mesh of 2 x 4'
+    """
+    if len(stages(plan)) <= 2:
+        return f"a mesh of {_times(plan.mesh)}" if len(plan.mesh) > 1 else "one axis"
+    records = plan.choices["stages"]
+    mesh, count = records[0].get("mesh", plan.mesh), len(records)
+    groups = len({s.get("lane", k) for k, s in enumerate(records)})
+    size = math.prod(mesh)
+    each = f"{size} device{'s' * (size != 1)} each" + (f" (a mesh of {_times(mesh)})" if len(mesh) > 1 else "")
+    if groups == count:
+        return f"{count} pipeline stages of {each}"
+    return f"{count} pipeline stages on {groups} group{'s' * (groups != 1)} of {each}"
+
+
+def _times(mesh: Sequence[int]) -> str:
+    return " x ".join(map(str, mesh))
 
 
 def besides(plan: Plan) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..rules import RULES
 from ..sbp import Sbp, broadcast, split
 from ..spec import Spec
 from .calls import Call, Value
+from .losses import Losses
 from .measured import op_key, parts
 from .prices import Prices
 from .signatures import Signature, composed, signatures
@@ -41,6 +42,8 @@ class Candidates:
     backward: Array
     moving: Array
     share: Array
+    losses: Losses = field(default_factory=Losses)  # ways that could not be found out
+    left_out: int = 0  # ways that are too many
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -76,20 +79,32 @@ class Menu:
             found = self._states[key] = [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
         return found
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int) -> list[Signature]:
-        key = None if call.key is None else (call.key, size)
-        return list(_asked(key, lambda: signatures(call, values, size)))  # a list of its own, which `_make` may shorten
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
+        def ask() -> tuple[list[Signature], Losses]:
+            lost = Losses()
+            return signatures(call, values, size, lost), lost
 
-    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any]) -> Any:
+        found, lost = _asked(None if call.key is None else (call.key, size), ask)
+        losses.update(lost)
+        return list(found)  # a list of its own, which `_make` may shorten
+
+    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: Losses) -> Any:
         """What a composition does on several axes at once."""
-        def ask() -> Any:
-            return composed(call, [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)])
 
-        return _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
+        def ask() -> tuple[Any, Losses]:
+            lost = Losses()
+            specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
+            return composed(call, specs, lost), lost
+
+        found, lost = _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
+        losses.update(lost)
+        return found
 
     def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
         mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
-        menus = [self._on_axis(call, values, size) for size in mesh.shape]
+        losses = Losses()
+        menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
+        every = math.prod(map(len, menus))
         while math.prod(map(len, menus)) > _MOST:
             longest = max(menus, key=len)
             longest.sort(key=lambda s: s.divided, reverse=True)
@@ -97,7 +112,8 @@ class Menu:
         ins: list[list[Layout]] = [[] for _ in operands]
         outs: list[list[Layout]] = [[] for _ in results]
         rows = []
-        work = work_of(call, values)
+        left_out = every - math.prod(map(len, menus))
+        work = work_of(call, values, losses)
         taken: set[tuple[Any, ...]] = set()
         again = [(i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i]  # as y * y takes y twice
         for combination in itertools.product(*menus):
@@ -107,7 +123,7 @@ class Menu:
             lie = [_canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh) for i, v in enumerate(results)]
             acting = [s for s in combination if not all(e.is_broadcast for e in s.ins)]
             if None not in come and len(acting) > 1 and any(s.composed for s in acting):
-                seen = self._seen(call, operands, come) if not any(map(_loose, acting)) else None
+                seen = self._seen(call, operands, come, losses) if not any(map(_loose, acting)) else None
                 if seen is None:
                     continue
                 lie = [layout if fills(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
@@ -133,7 +149,7 @@ class Menu:
                 computing *= [self._rounds(call, operands, results, *row, work, part) for row, part in zip(rows, share.tolist(), strict=True)]
         moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
         twice = self.training if work.view else computing[1] > 0
-        return Candidates(ins, outs, *computing, moving * (1 + twice), share)
+        return Candidates(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
 
     def _share(self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]) -> float:
         """The part of the work that one rank does."""

@@ -11,7 +11,7 @@ from ..sbp import broadcast
 from .calls import Value
 from .formulate import Formulation
 from .planned import Change
-from .prices import duals
+from .prices import Routes, duals
 
 __all__ = ["Changes", "Kind", "collectives", "name_of", "short"]
 
@@ -35,6 +35,10 @@ class Changes:
     def __init__(self, f: Formulation) -> None:
         self.f = f
         self._found: dict[Hashable, tuple[Kind, ...]] = {}
+        self._situations: dict[int, int] = {}  # of each value, by its number
+        self._numbers: dict[Hashable, int] = {}
+        self._tables: dict[Hashable, Routes] = {}
+        self._ends: dict[int, tuple[list[Layout], list[Layout]]] = {}  # of the pairs of a value with a node of its own
         self._outputs = frozenset(f.calls.outputs)
         self._takers: dict[int, list[tuple[int, int]]] = {}  # of a value: each call that takes it, as which operand
 
@@ -63,44 +67,80 @@ class Changes:
         kept = None if node is None else f.layouts[node][choice[node]][1]
         made = f.made(value, choice)
         wanted = tuple(f.candidates[t].ins[i][choice[f.node_of_call[t]]] for t, i in takers)
-        key = value.shape, value.dtype, value.grad, value.saved, value.state == "parameter", made, kept, wanted, result
+        key = self.situation(value), made, kept, wanted
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = (*self._listed(value, made, kept, wanted), *(self._settled(value, made) if result else ()))
         return found
 
+    def situation(self, value: Value) -> int:
+        """The same for values whose changes cost the same where they lie alike and are taken alike: what they are, and what could be chosen instead."""
+        found = self._situations.get(value.number)
+        if found is None:
+            f, node = self.f, self.f.node_of_value.get(value.number)
+            lists = id(f.candidates[value.maker]) if node is None else id(f.layouts[node]), *((id(f.candidates[t]), i) for t, i in self.takers(value))
+            alike = value.shape, value.dtype, value.grad, value.saved, value.state == "parameter", value.number in self._outputs, lists
+            found = self._situations[value.number] = self._numbers.setdefault(alike, len(self._numbers))
+        return found
+
     def _listed(self, value: Value, made: Layout, kept: Layout | None, wanted: Sequence[Layout]) -> list[Kind]:
         out = []
+        sources, copies = self._sources(value)
+        asked = [self.f.candidates[t].ins[i] for t, i in self.takers(value)]
         groups: dict[Layout, list[int]] = {}
         for i, dst in enumerate(wanted):
             groups.setdefault(dst, []).append(i)
         if kept is not None:
-            out.append(self._kind(value, made, kept, groups.pop(kept, [])))
+            out.append(self._kind(value, made, kept, groups.pop(kept, []), self._routes(value, sources, copies)))
         for dst, those in groups.items():
-            kinds = [self._kind(value, made, dst, [i]) for i in those]
+            kinds = [self._kind(value, made, dst, [i], self._routes(value, sources, asked[i])) for i in those]
             if kept is not None and value.state != "parameter":  # from there it may be nearer; it goes on as a value that is computed
-                onwards = [self._kind(value, kept, dst, [i], leaf=False) for i in those]
+                onwards = [self._kind(value, kept, dst, [i], self._routes(value, copies, asked[i]), leaf=False) for i in those]
                 kinds = [b if b.seconds < a.seconds else a for a, b in zip(kinds, onwards, strict=True)]
             out += kinds
         return [kind for kind in out if kind.change.src != kind.change.dst or kind.seconds]
+
+    def _sources(self, value: Value) -> tuple[Sequence[Layout], Sequence[Layout]]:
+        """The layouts that a value may be made in, and those that it may be kept in as well."""
+        node = self.f.node_of_value.get(value.number)
+        if node is None:
+            return self._outs(value), ()
+        pairs = self.f.layouts[node]
+        found = self._ends.get(id(pairs))
+        if found is None:
+            found = self._ends[id(pairs)] = list(dict.fromkeys(x for x, _ in pairs)), list(dict.fromkeys(y for _, y in pairs if y is not None))
+        return found
+
+    def _outs(self, value: Value) -> Sequence[Layout]:
+        """The layouts that the call which makes a value may give it."""
+        return self.f.candidates[value.maker].outs[self.f.calls.calls[value.maker].outs.index(value.number)]
+
+    def _routes(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> Routes:
+        """The table that the problem prices changes by from one of these layouts to another. The lists are the formulation's, or this object's, and live on."""
+        key = value.shape, value.dtype, id(sources), id(targets)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self.f.prices.table(value.shape, value.dtype, [*sources, *targets])
+        return found
 
     def _settled(self, value: Value, made: Layout) -> Sequence[Kind]:
         whole = tuple(broadcast if e.is_partial else e for e in made)
         if whole == made or value.maker < 0:
             return ()
-        forward = float(self.f.prices.settled(value.shape, value.dtype, [made])[0])
+        outs = self._outs(value)
+        forward = float(self.f.prices.settled(value.shape, value.dtype, [made], self._routes(value, outs, outs))[0])
         return (Kind(Change("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
 
-    def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], leaf: bool | None = None) -> Kind:
+    def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], routes: Routes, leaf: bool | None = None) -> Kind:
         prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
-        numbers, seconds = prices.table(value.shape, value.dtype, [src, dst])
+        numbers, seconds = routes
         forward, backward, back = float(seconds[numbers[src], numbers[dst]]), 0.0, ""
         if own:
-            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst])[0, 0]) * (1 + self.f.twice(value, src, dst))
+            forward = float(prices.fetched(value.shape, value.dtype, [src], [dst], routes)[0, 0]) * (1 + self.f.twice(value, src, dst))
         if self.f.calls.training and value.grad:
             # The gradient of a leaf ends as the leaf lies, that of a value as its maker's way back takes it.
             if own:
-                backward = float(prices.gradients(value.shape, value.dtype, [dst], [src])[0, 0])
+                backward = float(prices.gradients(value.shape, value.dtype, [dst], [src], routes)[0, 0])
                 on_the_way = collectives(duals(dst), duals(src))
                 back = " + ".join(filter(None, [on_the_way, collectives(duals(src), src)])) if prices.summed(src) else collectives(duals(dst), src)
             else:

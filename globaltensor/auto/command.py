@@ -29,6 +29,9 @@ is needed: the cluster may be one that nobody has here. MODULE:NAME is a functio
 looked at for their shapes only. Keyword arguments may follow as a dict; instead of a model there may be an nn.Graph, or its class."""
 
 
+_UNMEASURED = "assumed as of the generic machine, but for the number of GPUs and their memory; `globaltensor profile --out cluster.json` measures them"
+
+
 class Target(NamedTuple):
     """What is to be planned: a model or graph, and what it is called with."""
 
@@ -92,9 +95,12 @@ def cluster_for(cluster: str | None, devices: int | None = None, say: Callable[[
         here = torch.cuda.device_count()
         if here >= 2:
             memory = torch.cuda.get_device_properties(0).total_memory
-            return Cluster(device="cuda", size=devices or here, memory=memory, name=f"this machine, {torch.cuda.get_device_name(0)}")
+            return Cluster(device="cuda", size=devices or here, memory=memory, name=f"this machine, {torch.cuda.get_device_name(0)}", source=_UNMEASURED)
         count = devices or 2
-        say(f"no --cluster given and fewer than 2 accelerators here: planning for {count} device{'s' * (count != 1)} of the generic cluster")
+        say(
+            f"no --cluster given and fewer than 2 accelerators here: planning for {count} device{'s' * (count != 1)} of the generic cluster, "
+            "which is no machine in particular; `globaltensor profile --out cluster.json` measures this one, for --cluster cluster.json"
+        )
         return Cluster(size=count)
     if cluster in PRESETS and not os.path.exists(cluster):
         found = Cluster.preset(cluster)

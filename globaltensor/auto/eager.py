@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from .. import _torch
-from ..cluster import current_cluster
 from ..graph.agree import Text, agreed
 from ..graph.config import Auto
 from ..graph.errors import GraphError
@@ -22,7 +21,7 @@ from ..parallelize import SEARCHED
 from ..placement import Placement
 from ..sbp import broadcast
 from ..wrapper import GlobalTensor
-from .arrange import chosen, lay
+from .arrange import chosen, cluster_at_hand, lay
 from .calls import Calls
 from .carried import freeing, hooked
 from .planned import Plan
@@ -73,17 +72,17 @@ class _AtFirst:
 
 
 def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> None:
-    name = type(model).__name__
+    name, cluster = type(model).__name__, cluster_at_hand(placement)
 
     def captured() -> tuple[Calls, Text]:
-        calls = calls_of_model(model, args, kwargs, current_cluster().device)
+        calls = calls_of_model(model, args, kwargs, cluster.device)
         return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
 
     calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
     given = tensors_in(kwargs, tensors_in(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
     fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
-    found = agreed(name, lambda: (chosen(calls, current_cluster(), placement, Auto(), fixed, 2.0), None))
+    found = agreed(name, lambda: (chosen(calls, cluster, placement, Auto(), fixed, 2.0), None))
     lay(dict(model.named_parameters()), found)
     hooked(model, found.plan)
     freeing(model, found.plan)

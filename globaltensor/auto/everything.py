@@ -21,11 +21,12 @@ from .bounds import Dual
 from .calls import Calls
 from .candidates import roofline
 from .formulate import Options, bucket_of
+from .losses import lost_by
 from .meshes import divisors, meshes
 from .parts import QUANTITIES, Ground
 from .pipelines import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
 from .planned import Plan, PlanError
-from .prices import Prices
+from .prices import FELLOWS, Prices
 from .ranges import runs
 from .segments import Chain, cut
 from .simulated import Simulation, step
@@ -87,7 +88,7 @@ def everything(
     search.run(math.inf if seconds is None else started + seconds)
     best, run = search.best()
     log = {**search.log, "capturing_seconds": captured - started, "searching_seconds": time.perf_counter() - captured}
-    return told(best, run, min(search.bound, best.cost), batch, log)
+    return dataclasses.replace(told(best, run, min(search.bound, best.cost), batch, log), lost=lost_by(search.batches.losses()))
 
 
 class _Search:
@@ -97,7 +98,8 @@ class _Search:
         self.prices: dict[Placement, Prices] = {}
         self.found: list[Candidate] = []
         self.bounds: dict[tuple[int, int, Placement], float] = {}
-        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once.
+        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once, and
+        #: together with others, which takes a part of the time.
         self.once: dict[tuple[int, int, Placement], float] = {}
         self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
         self.statistics = takes_statistics(batches.whole)
@@ -139,6 +141,7 @@ class _Search:
         self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": min(others, *self.once.values(), math.inf)}
         self.log["bound_of_pipelines"] = others if math.isfinite(others) else None
         self.log["bounds_of_meshes"] = sorted([bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items())
+        self.log["computing_of_meshes"] = [[s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once]
 
     # The space
 
@@ -227,7 +230,7 @@ class _Search:
                 evenly = free.evenly(sides=sides)
                 self._raise(setting, evenly if all(name in _FILLED for _, name in self._lanes(stages)) else evenly * part + bubble)
         if setting[1:] in self.once:
-            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5, True))
+            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5 * min(1.0, self.cluster.bucketed) / FELLOWS, True))
         if self.bounds[setting[1:]] >= self.least * 1.02:
             return
         free.settle()

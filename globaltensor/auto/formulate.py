@@ -123,6 +123,13 @@ class Formulation:
         """The problem under other options, that of the weight of computing as it is."""
         return formulate(self.calls, self.prices.cluster, self.mesh, dataclasses.replace(self.options, **changed), self.known)
 
+    def turned(self) -> Formulation:
+        """The same problem with the other sum as its cost: the traffic of gradients hides behind the backward pass in the one, the backward pass behind that
+        traffic in the other. What a choice costs is the larger of the two."""
+        found = self.under(summing=1.0 - self.options.summing)
+        found.problem.usage_limit = self.problem.usage_limit
+        return found
+
     def twice(self, value: Value, src: Layout, dst: Layout) -> bool:
         """Whether a change of a parameter's layout is made again in backward."""
         return _twice(self.calls, self.options, value, src, dst)

@@ -11,10 +11,10 @@ from importlib.resources import files
 from typing import Any, Final
 
 from ..graph.pipeline.schedule import KINDS
-from .besides import besides, stages, told
+from .besides import besides, lying, stages, told
 from .figures import seconds
 from .planned import Plan
-from .report import headline, proof
+from .report import headline, losses, proof
 
 __all__ = ["data", "page"]
 
@@ -41,12 +41,14 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         {"name": name, **dataclasses.asdict(a), "cost": a.cost if math.isfinite(a.cost) else None}
         for name, a in sorted(plan.alternatives.items(), key=lambda item: item[1].cost)
     ]
-    rest = besides(plan)
+    rest = [("figures", f"of {plan.cluster}: {plan.source}")] if plan.source else []
+    rest += [("lost", text) for text in losses(plan)]
+    rest += besides(plan)
     rest += [(f"search: {name.replace('_', ' ')}", seconds(v) if name.endswith("_seconds") else told(v)) for name, v in plan.search.items()]
     for name in ("choices", "search", "timeline"):
         del record[name]
     how = "simulated" if line else "one thing after the other, nothing hidden"
-    words = {"title": headline(plan), "proof": proof(plan), "rest": rest, "stages": stages(plan), "timeline": how}
+    words = {"title": headline(plan), "proof": proof(plan), "rest": rest, "stages": stages(plan), "timeline": how, "lying": lying(plan)}
     return {"plan": record, "trace": line or {"traceEvents": list(_events(plan))}, "lanes": _lanes(plan), "told": words}
 
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from ..errors import GlobalTensorError
 from ..outputs import write_text
+from .solver import proven
 
-__all__ = ["Alternative", "Change", "Given", "Other", "Plan", "PlanError", "PlannedCall"]
+__all__ = ["Alternative", "Change", "Given", "Lost", "Other", "Plan", "PlanError", "PlannedCall"]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0), B, P
@@ -100,6 +101,17 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """What an error in the rule of a function has kept from the search: so many ways for operands to lie, of so many calls together. 0 ways: the work of the
+    calls could not be counted, and they are priced by what they read and write."""
+
+    function: str
+    error: str
+    ways: int
+    calls: int
+
+
+@dataclass(frozen=True)
 class Alternative:
     """Another way that has been priced by the same model. ``cost`` is inf where it cannot be done; ``why`` says so."""
 
@@ -137,6 +149,8 @@ class Plan:
     timeline: dict[str, Any] = field(default_factory=dict)  # of the simulated step, as a Chrome trace; nothing where none has been simulated
     moments: int = 0  # how long the time of ``over_time`` is
     held: dict[str, int] = field(default_factory=dict)  # what the memory at its peak is made of: bytes of "parameters", "gradients", ...
+    lost: tuple[Lost, ...] = ()  # what errors have kept from the search
+    source: str = ""  # where the cluster's figures come from (`Cluster.origin`)
 
     @property
     def gap(self) -> float:
@@ -145,8 +159,8 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Whether no plan in the space of the search costs less."""
-        return self.gap <= 1e-9
+        """Whether no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search."""
+        return not self.lost and proven(self.cost, self.bound)
 
     @property
     def parameters(self) -> dict[str, Layout]:
@@ -216,6 +230,6 @@ def _records(kind: Any) -> Any:
 
 
 _READ: Final = {
-    "mesh": _tuples, "over_time": _tuples, "given": _records(Given), "calls": _records(PlannedCall), "changes": _records(Change),
+    "mesh": _tuples, "over_time": _tuples, "given": _records(Given), "calls": _records(PlannedCall), "changes": _records(Change), "lost": _records(Lost),
     "alternatives": lambda value: {name: Alternative(**{**a, "cost": math.inf if a["cost"] is None else a["cost"]}) for name, a in value.items()},
 }  # fmt: skip

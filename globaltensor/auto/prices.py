@@ -22,13 +22,14 @@ from ..sbp import Sbp, broadcast, dual, partial_sum
 from ..sharded import ALONE_BYTES
 from ..spec import nested
 
-__all__ = ["Prices", "duals"]
+__all__ = ["FELLOWS", "Prices", "Routes", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
+Routes = tuple[dict[Layout, int], Table]  # the number of each layout, seconds from each to each
 _MOST = 4096  # layouts of one tensor
 #: Parameters that share a gathering's latency, and that ranks wait for one another there: by its bytes alone the only one that is gathered, among others taken
 #: otherwise, would cost nothing.
-_FELLOWS = 4
+FELLOWS = 4
 
 
 @lru_cache(maxsize=1 << 16)
@@ -43,7 +44,7 @@ class Prices:
 
     def __init__(self, cluster: Cluster, mesh: Placement, bucket: int = 0, gathered: int = 0) -> None:
         self.cluster, self.mesh, self.bucket, self.gathered = cluster, mesh, bucket, gathered
-        self._tables: dict[Any, tuple[dict[Layout, int], Table]] = {}
+        self._tables: dict[Any, Routes] = {}
         self._fibers: dict[tuple[int, ...], Sequence[int]] = {}
         self._seconds: dict[Any, float] = {}
         self._moves: dict[Any, float] = {}
@@ -76,12 +77,14 @@ class Prices:
             found = self._seconds[key] = self.cluster.seconds(kind, nbytes, ranks)
         return found
 
-    def gradients(self, shape: tuple[int, ...], dtype: torch.dtype, wanted: Sequence[Layout], kept: Sequence[Layout]) -> Table:
+    def gradients(
+        self, shape: tuple[int, ...], dtype: torch.dtype, wanted: Sequence[Layout], kept: Sequence[Layout], routes: Routes | None = None
+    ) -> Table:
         """Seconds to bring the gradient of a parameter from each way it may be taken (rows) to each way it may lie itself (columns).
 
         Along axes that it is broadcast over, its gradient arrives as a partial sum whatever took it, and is summed whole together with others (`reducer`);
-        where it was gathered it is scattered together with others (`sharded`)."""
-        numbers, seconds = self.table(shape, dtype, [*wanted, *kept])
+        where it was gathered it is scattered together with others (`sharded`). ``routes``: by a larger `table` than that of these layouts."""
+        numbers, seconds = routes or self.table(shape, dtype, [*wanted, *kept])
         summed = [self.summed(x) for x in kept]
         there = seconds[np.ix_([numbers[duals(x)] for x in wanted], [numbers[duals(x) if axes else x] for x, axes in zip(kept, summed, strict=True)])]
         self._together("reduce_scatter", there.T, shape, dtype, kept, wanted)
@@ -103,9 +106,12 @@ class Prices:
         copying = self.cluster.relaid(whole) if copied else None
         return (self.cluster.bucketed * self.collective(kind, whole, axes) + (copying or 0.0)) * nbytes / whole
 
-    def fetched(self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout]) -> Table:
-        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others."""
-        numbers, seconds = self.table(shape, dtype, [*kept, *wanted])
+    def fetched(
+        self, shape: tuple[int, ...], dtype: torch.dtype, kept: Sequence[Layout], wanted: Sequence[Layout], routes: Routes | None = None
+    ) -> Table:
+        """Seconds to bring a parameter from each way it may lie (rows) to each way a call may take it (columns); where that is gathering, with others.
+        ``routes``: by a larger `table` than that of these layouts."""
+        numbers, seconds = routes or self.table(shape, dtype, [*kept, *wanted])
         found = seconds[np.ix_([numbers[x] for x in kept], [numbers[x] for x in wanted])]
         self._together("all_gather", found, shape, dtype, kept, wanted)
         return found  # type: ignore[no-any-return]
@@ -124,19 +130,22 @@ class Prices:
                         in_rows = all(x[a].dim == 0 for a in axes)  # lying there as it travels
                         seconds[i, j] = self._part(kind, nbytes, axes, 0, copied=not in_rows) + self.cluster.bucketed * self.cluster.skew
                     else:
-                        few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / _FELLOWS
+                        few = self.cluster.bucketed * (self.collective(kind, 0, axes) + self.cluster.skew) / FELLOWS
                         seconds[i, j] = self._part(kind, nbytes, axes, self.gathered, copied=True) + few
 
-    def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout]) -> Table:
+    def settled(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Sequence[Layout], routes: Routes | None = None) -> Table:
         """What it costs whoever gets a result that lies so to see it: its partial sums are taken. In training ranks have just met, to sum gradients, and none
-        is late."""
+        is late. ``routes``: by a larger `table` than that of these layouts."""
         whole = [tuple(broadcast if e.is_partial else e for e in x) for x in layouts]
-        numbers, seconds = self.table(shape, dtype, [*layouts, *whole])
+        numbers, seconds = routes or self.table(shape, dtype, [*layouts, *whole])
         late = self.cluster.skew if self.bucket else 0.0
         return np.array([max(0.0, seconds[numbers[x], numbers[y]] - late) for x, y in zip(layouts, whole, strict=True)])
 
-    def table(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]) -> tuple[dict[Layout, int], Table]:
-        """(number of each layout, seconds from each to each) for these layouts and all that lie between; those of gradients included."""
+    def table(self, shape: tuple[int, ...], dtype: torch.dtype, layouts: Iterable[Layout]) -> Routes:
+        """(number of each layout, seconds from each to each) for these layouts and all that lie between; those of gradients included.
+
+        A route passes through entries of these layouts only: with more layouts it may take less time. So one change of layout costs what it does in a problem
+        by the table of all layouts that the problem has there."""
         axes = len(self.mesh.shape)
         given = list(dict.fromkeys(layouts))
         splits = list(dict.fromkeys(e for layout in given for e in layout if e.is_split))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..boxing.moves import Layout
 from .calls import Value
 from .changes import Changes, name_of, short
 from .formulate import Formulation, hidden
+from .losses import lost_by
 from .planned import Change, Given, Plan, PlannedCall
 from .responses import Responses
 from .solver import Solution
@@ -18,10 +20,12 @@ __all__ = ["read_plan"]
 def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     """The plan that a choice of strategies is."""
     f, choice, calls = formulation, solution.choice, formulation.calls
-    problem, listed = f.problem, Changes(f)
-    responses = Responses(f, choice, listed)
+    problem, listed, total = f.problem, Changes(f), float(solution.cost)
+    changes = [change for value in calls.values for change in listed.of(value, choice)]
+    sides = _sides(f, choice, changes)
+    responses = Responses(f, choice, listed, total, hidden(f.prices.cluster, f.options) * abs(sides.aside - sides.behind))
     given = [_given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value]
-    planned, changes = [], []
+    planned = []
     for call in calls.calls:
         if call.number not in f.candidates:
             continue
@@ -35,34 +39,46 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
                 responses.of_call(call.number), sum(_local(f, calls.values[v], found.outs[i][k]) for i, v in enumerate(call.outs)), call.number,
             )
         )  # fmt: skip
-    for value in calls.values:
-        changes += listed.of(value, choice)
     memory = [(0 if t is None else t, int(level)) for t, level in problem.usage(choice)]
-    total = float(solution.cost)
     peak = max((m for _, m in memory), default=0)
     return Plan(
         f.prices.cluster.name, tuple(f.mesh.shape), total, min(total, float(solution.bound)), total, peak, f.options.memory,
         calls.training, tuple(given), tuple(planned), tuple(changes), over_time=tuple(memory),
         choices={"freed": True} if any(_noted(f, v, choice) for v in calls.parameters) else {},
-        spent=_spent(f, choice, total, planned, changes, given), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
+        spent=_spent(f, choice, total, planned, changes, sides), held=_held(f, choice, given, peak), moments=(1 + calls.training) * len(calls.calls),
+        lost=lost_by(found.losses for found in f.candidates.values()), source=f.prices.cluster.origin,
     )  # fmt: skip
 
 
+class _Sides(NamedTuple):
+    """Seconds of what goes on at the same time: the traffic of parameters' gradients, and the backward pass."""
+
+    aside: float
+    behind: float
+
+
+def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[Change]) -> _Sides:
+    parameters = {name_of(v) for v in f.calls.parameters}
+    aside = sum(c.backward for c in changes if c.value in parameters)
+    back = sum(c.backward for c in changes) - aside
+    for call, found in f.candidates.items():
+        k = choice[f.node_of_call[call]]
+        if found.backward[k]:
+            back += float(f.options.computation * found.backward[k] + found.moving[k] / 2)
+    return _Sides(aside, back)
+
+
 def _spent(
-    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], given: Sequence[Given]
+    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], sides: _Sides
 ) -> dict[str, float]:
     """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
-    leaves = {g.name: g.layout for g in given if g.kind == "parameter"}
-    aside = sum(c.backward for c in changes if leaves.get(c.value) == c.src)
-    cluster, options = f.prices.cluster, f.options
-    behind = sum(options.computation * c.backward + (c.moving / 2 if c.backward else 0.0) for c in planned) + sum(c.backward for c in changes) - aside
     spent = {
-        "computing": options.computation * sum(c.forward + c.backward for c in planned),
+        "computing": f.options.computation * sum(c.forward + c.backward for c in planned),
         "moving": sum(c.forward + c.backward for c in changes) + sum(c.moving for c in planned),
-        "hidden": hidden(cluster, options) * min(aside, behind),
+        "hidden": hidden(f.prices.cluster, f.options) * min(sides),
         "updating": f.optimizing(choice),
     }
-    if options.wait:
+    if f.options.wait:
         spent["waiting"] = total - spent["computing"] - spent["moving"] + spent["hidden"] - spent["updating"]
     return spent
 

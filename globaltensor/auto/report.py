@@ -8,11 +8,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..boxing.moves import show_bytes
-from .besides import besides, stages
+from .besides import besides, lying, stages
 from .figures import folded, part, pattern, patterns, seconds, table
 from .planned import Alternative, Change, Given, Plan, PlannedCall
+from .solver import proven
 
-__all__ = ["folded_changes", "headline", "label", "proof", "report", "summary"]
+__all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
 
 _LISTED: Final = 12  # rows of a table in a report
 
@@ -36,6 +37,8 @@ def proof(plan: Plan) -> str:
     """
     if plan.optimal:
         return "optimal: no plan in the space of the search costs less"
+    if proven(plan.cost, plan.bound):
+        return "open: no plan that was looked at costs less, but errors have kept others from the search, see below"
     return f"gap {part(plan.gap)}: no plan costs less than the bound, whether one costs less than this is open"
 
 
@@ -48,14 +51,9 @@ def headline(plan: Plan) -> str:
     >>> headline(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'plan for 8 devices of generic, a mesh of 2 x 4, training, 0 calls'
     """
-    devices, each = math.prod(plan.mesh), " x ".join(map(str, plan.mesh))
-    shape = f"a mesh of {each}" if len(plan.mesh) > 1 else "one axis"
-    if len(stages(plan)) > 2:
-        records = plan.choices["stages"]
-        devices = max(s["ranks"][1] for s in records)
-        shape = f"{len(records)} stages on {each} each"
+    devices = max([math.prod(plan.mesh), *(s["ranks"][1] for s in plan.choices["stages"])]) if len(stages(plan)) > 2 else math.prod(plan.mesh)
     kind = "training" if plan.training else "forward only"
-    return f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, {shape}, {kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
+    return f"plan for {devices} device{'s' * (devices != 1)} of {plan.cluster}, {lying(plan)}, {kind}, {len(plan.calls)} call{'s' * (len(plan.calls) != 1)}"
 
 
 def _head(plan: Plan) -> list[str]:
@@ -68,7 +66,27 @@ def _head(plan: Plan) -> list[str]:
     rows.append(("memory", _memory(plan)))
     if plan.held:
         rows.append(("", ", ".join(f"{name} {show_bytes(n)}" for name, n in plan.held.items() if n and name != "peak")))
+    if plan.source:
+        first, *more = f"of {plan.cluster}: {plan.source}".split(". ")
+        rows += [("figures", first), *(("", text) for text in more)]
+    rows += [("lost", text) for text in losses(plan)]
     return [headline(plan), *table(rows)]
+
+
+def losses(plan: Plan) -> list[str]:
+    """What errors have kept from the search, a line for each.
+
+    >>> from globaltensor.auto.planned import Lost
+    >>> lost = Lost("linear", "KeyError: 'k' (rules/matmul.py:9)", 6, 2)
+    >>> print(*losses(Plan("generic", (2,), 1.0, 1.0, 1.0, 0, None, True, (), (), (), lost=(lost,))))
+    6 ways to lay out the operands of linear (2 calls): its rule failed with KeyError: 'k' (rules/matmul.py:9)
+    """
+    lines = []
+    for x in plan.lost:
+        calls = f"{x.calls} call{'s' * (x.calls != 1)}"
+        what = f"{x.ways} way{'s' * (x.ways != 1)} to lay out the operands of {x.function} ({calls})" if x.ways else f"the work of {x.function} ({calls})"
+        lines.append(f"{what}: its rule failed with {x.error}")
+    return lines
 
 
 def _spent(plan: Plan) -> str:
@@ -212,8 +230,8 @@ def _search(plan: Plan) -> list[str]:
     facts = [f"{name} {seconds(x)}" for name, x in times.items()]
     if isinstance(plan.search.get("nodes"), int):
         facts.append(f"{plan.search['nodes']} nodes")
-    if isinstance(plan.search.get("one_batch"), str):
-        facts.append(plan.search["one_batch"])
+    facts += [text for text in (plan.search.get("one_batch"), plan.search.get("left_out_ways")) if isinstance(text, str)]
+    facts += [f"micro-batches of {rows} rows were left out: {why}" for rows, why in (plan.search.get("left_out") or {}).items()]
     log = plan.search.get("log")
     if isinstance(log, Mapping):
         facts += [f"{str(name).replace('_', ' ')} {value}" for name, value in log.items() if isinstance(value, (int, float, str))]

@@ -18,10 +18,10 @@ from .changes import Changes, short
 from .formulate import Formulation, Options, formulate, hidden
 from .planned import Alternative, Plan, PlanError
 from .reading import read_plan
-from .solver import Larger, Solution, solve
+from .solver import STOP, Larger, Solution, solve
 from .uncollected import uncollected
 
-__all__ = ["Found", "compare", "data_parallel", "priced", "search", "told_by"]
+__all__ = ["Found", "compare", "data_parallel", "glance", "priced", "search", "told_by"]
 
 
 class Found(NamedTuple):
@@ -37,9 +37,10 @@ _LONGEST = 60.0  # seconds that the solver may take where nothing is said
 _COMPARED = 5.0  # seconds for each way that is but compared, likewise
 _LARGE = 1000  # nodes
 _TURNS, _TURNS_OF_LARGE = 400, 5  # further solutions at most where gradients take longer than what they hide behind
+_FEW, _TURNS_OF_COMPARED, _ROUGH = 200, 40, 0.01  # nodes up to which what is compared has such turns; a gap of its cost that is not worth a word
 _WORK, _WORK_WITHIN = 40_000, 6_000  # nodes of all of these together, without a limit of memory and with one, where each takes longer
 _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
-_EXACT, _NEAR, _NEAR_OF_LARGE = 1e-9, 1e-3, 2e-3  # the same where there is no limit of memory; for what is but compared; and for a large problem's weights
+_NEAR, _NEAR_OF_LARGE = 1e-3, 2e-3  # the same for what is but compared; and for a large problem's weights
 
 
 @uncollected()
@@ -70,7 +71,17 @@ def search(
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
     told = {"formulating_seconds": built - started, "solving_seconds": solved - built, "nodes": len(formulation.problem.costs), "log": dict(solution.log)}
+    left_out = sum(found.left_out for found in formulation.candidates.values())
+    if left_out:
+        told["left_out_ways"] = f"{left_out} ways to run calls left out, too many for one call"
     return Found(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
+
+
+@uncollected()
+def glance(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, seconds: float | None = None) -> float:
+    """What no plan on this mesh costs less than, by few solutions. inf: none fits into the memory."""
+    solution, _ = _within(formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0)
+    return math.inf if solution.infeasible else float(solution.bound)
 
 
 def _within(formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS) -> Answer:
@@ -101,10 +112,11 @@ def _least(solution: Solution) -> float:
 
 def _solved(
     formulation: Formulation, seconds: float, agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = _TURNS,
-    within: float | None = None, below: float = math.inf,
+    within: float | None = None, below: float = math.inf, near: float | None = None,
 ) -> Answer:  # fmt: skip
     """The best choice, and the formulation by which it costs what it does, where the traffic of gradients may take longer than the backward pass that it hides
-    behind. ``within``: memory, of a choice that takes more nothing needs to be proven. ``below``: only what costs less is looked for.
+    behind. ``within``: memory, of a choice that takes more nothing needs to be proven. ``below``: only what costs less is looked for. ``near``: a gap that is
+    small enough (None: as small as it can be).
 
     With b and r for the two, what shows is max(b, r) and the part of the other that does not hide. The problem has r hide behind b; where that isn't so, the
     least larger one of its cost and that of the problem solved the other way round is looked for (`solver.Larger`; `parts.Weights` of what lies between).
@@ -114,12 +126,12 @@ def _solved(
     first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, least=turns > 0, below=below))
     if not first.feasible or not exposed(formulation, first.choice):
         return first, formulation
-    turned, large, limit = formulation.under(summing=1.0), len(first.choice) > _LARGE, formulation.problem.usage_limit
-    turned.problem.usage_limit = limit
-    near = _NEAR_OF_LARGE if large else _EXACT if limit is None else _CLOSE
+    turned, large, limit = formulation.turned(), len(first.choice) > _LARGE, formulation.problem.usage_limit
+    near = near or (_NEAR_OF_LARGE if large else STOP if limit is None else _CLOSE)
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
     most = min(turns, _TURNS_OF_LARGE if large else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice))
-    larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), not large, below)
+    proving = not large and near < _NEAR
+    larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), proving, below)
     larger.run(lambda choice: within is None or formulation.problem.peak(choice) <= within)
     best = larger.best
     found = dataclasses.replace(first, choice=list(best.whole), cost=best.cost, bound=min(best.cost, larger.bound), log=first.log | larger.log)
@@ -132,9 +144,7 @@ def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:
     """The formulation by which a choice costs what it does: whichever has it cost more, gradients hidden behind the backward pass or this behind them."""
     if not hidden(formulation.prices.cluster, formulation.options):
         return formulation
-    other = formulation.under(summing=1.0 - formulation.options.summing)
-    other.problem.usage_limit = formulation.problem.usage_limit
-    return max(formulation, other, key=lambda f: float(f.problem.evaluate(choice)))
+    return max(formulation, formulation.turned(), key=lambda f: float(f.problem.evaluate(choice)))
 
 
 def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
@@ -164,25 +174,29 @@ def compare(formulation: Formulation, ways: Mapping[str, Mapping[str, tuple[Layo
 
 
 def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED) -> Alternative:
-    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``; of gradients that take longer than the backward pass
-    what shows is added to the best if they did not."""
+    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``. Of a problem that is not small, where gradients take
+    longer than the backward pass what shows of them is added to the best if they did not; it is said then that this is at most what it costs."""
     calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
     for v in calls.states():
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     end = time.perf_counter() + seconds
     found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0)
-    solution, by = _solved(found, seconds, turns=0)
+    turns = _TURNS_OF_COMPARED if len(found.problem.costs) <= _FEW else 0
+    solution, by = _solved(found, seconds, turns=turns, near=_NEAR)
     if options.memory is not None and calls.training and solution.feasible and by.problem.peak(solution.choice) > options.memory:
         # Where parameters are gathered again in backward it may fit, at its price.
-        again, their = _solved(found.under(memory=options.memory, freed=True), max(0.0, end - time.perf_counter()), turns=0)
+        again, their = _solved(found.under(memory=options.memory, freed=True), max(0.0, end - time.perf_counter()), turns=turns, near=_NEAR)
         solution, by = (again, their) if again.feasible else (solution, by)
     if not solution.feasible:
         why = "some call cannot take tensors that lie so" if solution.infeasible else "nothing was found in the time there was"
         return Alternative(math.inf, 0, False, why)
     memory = int(by.problem.peak(solution.choice))
     fits = options.memory is None or memory <= options.memory
-    return Alternative(float(solution.cost), memory, fits, "" if fits else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}")
+    why = "" if fits else f"needs {show_bytes(memory)} a rank, there are {show_bytes(options.memory or 0)}"
+    if fits and solution.gap > _ROUGH:
+        why = "at most: it was not searched to the end"
+    return Alternative(float(solution.cost), memory, fits, why)
 
 
 def _too_little(formulation: Formulation, solution: Solution) -> str:

@@ -17,7 +17,6 @@ from .. import _torch
 from ..boxing import log
 from ..dispatch import fresh_plans
 from ..distributed.world import World, set_world, world
-from ..errors import GlobalTensorError
 from ..graph.dry import DryComm, DryWorld, Untraceable
 from ..placement import Placement
 from ..plans import replaced, tensors_in
@@ -29,6 +28,7 @@ from ..spec import Spec
 from ..trial import remembering
 from ..wrapper import GlobalTensor
 from .calls import Call, Value
+from .losses import Losses, describe
 
 __all__ = ["Signature", "composed", "signatures"]
 
@@ -44,8 +44,10 @@ class Signature(NamedTuple):
     composed: bool = False
 
 
-def signatures(call: Call, values: Sequence[Value], ranks: int) -> list[Signature]:
-    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast."""
+def signatures(call: Call, values: Sequence[Value], ranks: int, losses: Losses | None = None) -> list[Signature]:
+    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast. ``losses``: takes note of those that could not be found out because
+    of an error."""
+    losses = Losses() if losses is None else losses
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
     if call.wild or any(v.plain for v in outs):
@@ -56,7 +58,7 @@ def signatures(call: Call, values: Sequence[Value], ranks: int) -> list[Signatur
     found: dict[tuple[Any, ...], Signature] = {}
     for hint in _hints(call, operands, ranks):
         specs = [Spec.make(v.shape, v.dtype, axis, entry) for v, entry in zip(operands, hint, strict=True)]
-        for s in _asked(call, operands, outs, specs, axis):
+        for s in _heard(call, operands, outs, specs, axis, losses):
             if _sensible(s, operands) and all(_fills(v, e, ranks) for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)):
                 found.setdefault((s.ins, s.outs), s)
     if call.inplace:
@@ -103,26 +105,32 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
         yield tuple(partial_sum if j in real else e for j, e in enumerate(none))
 
 
-def _asked(call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement) -> Iterator[Signature]:
+def _heard(
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+) -> Iterator[Signature]:
+    """What the rule admits for operands that lie so, as far as it gets."""
+    try:
+        yield from _asked(call, operands, outs, specs, axis, losses)
+    except Exception as error:
+        losses.note(call.func, error)
+
+
+def _asked(
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+) -> Iterator[Signature]:
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
         # A function of ours (to, contiguous, clone, ...): what it does with locals is the same along every axis.
-        seen = composed(call, specs) if operands else None
+        seen = composed(call, specs, losses) if operands else None
         if seen is not None:
             yield Signature(tuple(x.layout[0] for x in specs), tuple(o[0] for o in seen[0]), any(x.layout[0].is_split for x in specs), seen[1])
         return
     op = Op([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
-    these = iter(op.args)
-    try:
-        rule.describe(op, *replaced(call.args, these), **replaced(call.kwargs, these))
-        known = True
-    except (TypeError, ValueError, IndexError):
-        known = False
-    if op.whole_call or not known:
+    if not describe(rule, op, call.args, call.kwargs) or op.whole_call:
         return
     if op.composite is not None:
         lone = [i for i, s in enumerate(specs) if s.layout[0].is_split]
-        seen = composed(call, specs) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
+        seen = composed(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
         if seen is not None:
             yield Signature(tuple(s.layout[0] for s in specs), tuple(o[0] for o in seen[0]), any(s.layout[0].is_split for s in specs), seen[1], True)
         return
@@ -136,12 +144,12 @@ def _asked(call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: 
             continue
         ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
         taken = Op([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
-        these = iter(taken.args)
         try:
-            rule.describe(taken, *replaced(call.args, these), **replaced(call.kwargs, these))
-        except (TypeError, ValueError, IndexError):
+            known = describe(rule, taken, call.args, call.kwargs)
+        except Exception as error:  # of this one way, perhaps
+            losses.note(call.func, error)
             continue
-        if taken.composite is not None or taken.whole_call:
+        if not known or taken.composite is not None or taken.whole_call:
             continue  # asked for by a hint of its own
         taken.out = taken.out or op.out
         got = choose(taken, results, keep=0 if rule.inplace else None)
@@ -150,15 +158,16 @@ def _asked(call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: 
         own = taken.traffic(got) if taken.traffic is not None else 0.0
         moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
         if s.factor in taken.exchanges and not own:  # with its neighbours, say: what and how much, it tells when it runs
-            seen = composed(call, ins)
+            seen = composed(call, ins, losses)
             if seen is None:
                 continue
             moved = seen[1]
         yield Signature(tuple(x.layout[0] for x in ins), tuple(o.layout[0] for o in got.outs), s.factor is not None, moved)
 
 
-def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
-    """What a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them."""
+def composed(call: Call, specs: Sequence[Spec], losses: Losses) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
+    """What a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of an
+    error that is no refusal."""
     real, size = world(), specs[0].placement.size
     places = _elsewhere.setdefault(real, {})
     dry = places.get(size)
@@ -169,18 +178,16 @@ def composed(call: Call, specs: Sequence[Spec]) -> tuple[list[tuple[Sbp, ...]], 
         try:
             with remembering(_tried):
                 return _watched(call, specs, "meta", dry.derived)
-        except _REFUSED:  # a kernel that meta tensors have not, or a look at values: fake tensors know more, and take longer
+        except Exception:  # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know more, and take longer
             with _torch.fake_tensors():
                 return _watched(call, specs, None, None)
-    except _REFUSED:
+    except Exception as error:
+        losses.note(call.func, error)
         return None
     finally:
         set_world(None)
         if world() is not real:
             set_world(real)
-
-
-_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, GlobalTensorError, Untraceable, *_torch.data_dependence())
 
 
 def _watched(

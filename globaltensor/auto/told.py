@@ -73,7 +73,7 @@ def told(candidate: Candidate, run: Simulation, bound: float, batch: int, log: d
         choices["freed"] = True
     return Plan(
         cluster=ground.cluster.name, mesh=tuple(setting.mesh.shape), cost=candidate.cost, bound=bound, seconds=run.seconds, memory=max(run.memory),
-        limit=ground.options.memory, timeline=run.trace(),
+        limit=ground.options.memory, timeline=run.trace(), source=ground.cluster.origin,
         training=ground.calls.training, given=given, calls=tuple(calls), changes=tuple(changes), choices=choices, search=log,
         spent=_spent(records, setting.micros, ground.seen), held=_held(given, ground, kept, max(run.memory)),
     )  # fmt: skip

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from ..placement import Placement
-from ..plans import replaced
 from ..rules import RULES, Arg, Op
 from ..sbp import broadcast
 from ..spec import Spec
 from .calls import Call, Value
+from .losses import Losses, describe
 
 __all__ = ["Work", "work_of"]
 
@@ -35,8 +35,9 @@ class Work(NamedTuple):
     backward: float
 
 
-def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value]) -> Work:
-    """The work of a call by its index notation: of a contraction two operations for each combination of its indices; of the rest what it reads and writes."""
+def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: Losses | None = None) -> Work:
+    """The work of a call by its index notation: of a contraction two operations for each combination of its indices; of the rest what it reads and writes.
+    ``losses``: takes note of an error of its rule, by which it counts as no contraction."""
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     name = getattr(call.func, "__name__", "")
     owner = getattr(getattr(call.func, "__self__", None), "__name__", "")
@@ -49,12 +50,12 @@ def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value]) -> Work:
         return Work(4.0 * math.prod(q) * k[-2] * causal, False, 2.5 if trained else 0.0)
     if call.func in _CONVOLUTIONS and len(operands) > 1:
         return Work(2.0 * math.prod(outs[0].shape) * math.prod(operands[1].shape[1:]), False, float(min(trained, 2)))
-    flops, factors = _contraction(call, operands)
+    flops, factors = _contraction(call, operands, Losses() if losses is None else losses)
     backward = float(sum(v.grad for i, v in enumerate(operands) if i in factors and len(v.shape) > 1)) if flops else 1.5
     return Work(flops, False, backward if trained else 0.0)
 
 
-def _contraction(call: Call, operands: Sequence[Value]) -> tuple[float, Sequence[int]]:
+def _contraction(call: Call, operands: Sequence[Value], losses: Losses) -> tuple[float, Sequence[int]]:
     """(operations, the operands that are multiplied) of an op that sums products over some of its indices: two for each combination of the indices of a
     product of two, of more from the left to the right, as torch goes. 0 operations for others."""
     rule = RULES.get(call.func)
@@ -62,11 +63,12 @@ def _contraction(call: Call, operands: Sequence[Value]) -> tuple[float, Sequence
         return 0.0, ()
     specs = [Spec.make(v.shape, v.dtype, _ONE, broadcast) for v in operands]
     op = Op([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
-    these = iter(op.args)
     try:
-        rule.describe(op, *replaced(call.args, these), **replaced(call.kwargs, these))
+        if not describe(rule, op, call.args, call.kwargs):
+            return 0.0, ()
         sizes = {f: n for spec, dims in zip(specs, op.dims, strict=True) for n, f in zip(spec.shape, dims, strict=True) if f is not None}
-    except (TypeError, ValueError, IndexError):
+    except Exception as error:
+        losses.note(call.func, error, 0)
         return 0.0, ()
     factors = [i for i in range(len(operands)) if i not in op.addends]
     terms = [set(op.dims[i]) - {None} for i in factors]

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,8 @@ def load(path: str | os.PathLike[str]) -> Cluster:
         cluster = from_json(found)
     except ValueError as error:
         raise ClusterError(f"{path}: {error}") from error
+    if not cluster.source:
+        cluster = replace(cluster, source=f"from {path}")
     for curve in cluster.measured:
         lawful = curve.lawful()
         if lawful != curve:

@@ -18,9 +18,14 @@ from .formulas import BETWEEN, LOCAL, WITHIN, Group, group_of
 from .frozen import Frozen
 from .measured import Curve, Curves
 
-__all__ = ["Cluster", "current_cluster", "use_cluster"]
+__all__ = ["Cluster", "current_cluster", "named_cluster", "use_cluster"]
 
 _ALONE = Group(1, 1, 0, 0)
+#: What is said of the generic machine.
+_ASSUMED = (
+    "assumed, of no machine in particular: seconds are no prediction for this one. `globaltensor profile --out cluster.json` measures it, "
+    'flow.use_cluster(flow.Cluster.load("cluster.json")) plans for it'
+)
 _HALVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -41,7 +46,8 @@ class Cluster:
     ``bucketed``: what parameters and their gradients that move together, in buckets begun early, take of the time that such moves take by themselves.
     ``updating``: by how much longer an optimizer's step takes than reading and writing what it does, a parameter's other costs in a training step included.
     ``ops``: seconds of (forward, backward) of single ops, by keys of whoever measured them. ``memory``: of a device; 0 is unknown, and no limit.
-    ``size``: devices there are; 0 is as many as asked for. ``device``: "cpu" or "cuda".
+    ``size``: devices there are; 0 is as many as asked for. ``device``: "cpu" or "cuda". ``source``: where these figures come from, in words (see `origin`); two
+    clusters that differ in it only are equal.
 
     Raises ValueError where a number is out of its range.
 
@@ -74,6 +80,7 @@ class Cluster:
     memory: int = 0
     measured: tuple[Curve, ...] = ()
     ops: Mapping[str, tuple[float, float]] = field(default_factory=lambda: Frozen({}))
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -84,7 +91,7 @@ class Cluster:
         _check(self)
         set_(self, "_curves", Curves(self.measured))
         # Part of the key of every plan, so worked out once.
-        set_(self, "_hash", hash(tuple(getattr(self, f.name) for f in fields(self))))
+        set_(self, "_hash", hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
@@ -198,6 +205,20 @@ class Cluster:
     # Others like it
 
     @property
+    def origin(self) -> str:
+        """Where these figures come from, in words: what a plan says of its prices.
+
+        >>> Cluster.preset("dgx-h100").origin
+        'a preset, from data sheets and what others have measured'
+        """
+        told = self.source or ("as given" if self != _GENERIC.like(self) else _ASSUMED)
+        return told + (f"; {len(self.ops)} calls by measured times" if self.ops else "")
+
+    def like(self, other: Cluster) -> Cluster:
+        """This cluster with the name, the number of devices, their kind, their memory and the measured calls of another one."""
+        return replace(self, name=other.name, size=other.size, device=other.device, memory=other.memory, ops=other.ops)
+
+    @property
     def nodes(self) -> int:
         """How many machines; 0 where the size is not fixed."""
         return -(-self.size // self.node_size) if self.node_size else min(self.size, 1)
@@ -291,6 +312,12 @@ _cluster: ContextVar[Cluster] = ContextVar("globaltensor_cluster", default=_GENE
 def current_cluster() -> Cluster:
     """The cluster that plans are made for."""
     return _cluster.get()
+
+
+def named_cluster() -> Cluster | None:
+    """Return the cluster that `use_cluster` has set here, None where plans are made for the generic machine because nobody has said otherwise."""
+    found = _cluster.get()
+    return None if found is _GENERIC else found
 
 
 @contextmanager

@@ -157,4 +157,9 @@ def preset(name: str, nodes: int = 1, **changes: object) -> Cluster:
         found = replace(found, size=nodes * found.node_size)
     elif nodes > 1:
         raise ValueError(f"the preset {name!r} has no links between nodes: nodes={nodes} is not possible; size= says how many devices there are")
+    if name != "generic":
+        found = replace(found, source="a preset, from data sheets and what others have measured")
+    others = sorted(changes.keys() - {"size", "name", "memory", "source"})
+    if others:
+        found = replace(found, source=f"{found.source or 'a preset'}; {', '.join(others)} as given")
     return replace(found, **changes)  # type: ignore[arg-type]

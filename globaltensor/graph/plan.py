@@ -336,8 +336,8 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
     these = iter(op.args)
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
-    except (TypeError, ValueError, IndexError):
-        return "its rule does not know this form of the call, so it takes every operand whole: B"
+    except (TypeError, ValueError, IndexError) as error:
+        return f"its rule does not know this form of the call ({type(error).__name__}: {error}), so it takes every operand whole: B"
     if op.composite is not None or op.whole_call:
         return "it is composed of other ops, or takes its operands whole: bring the operands there with to_global in build() instead"
     lines = []

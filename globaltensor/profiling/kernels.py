@@ -14,20 +14,22 @@ __all__ = ["measure_kernels"]
 
 _DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 _SIDES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_FEW_SIDES: Final = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
 _COPIES: Final = tuple(1 << k for k in (12, 15, 18, 21, 24, 25, 26, 27))
+_FEW_COPIES: Final = tuple(1 << k for k in (12, 18, 22, 25))
 _UNCACHED: Final = 1 << 24  # bytes of which caches hold little
 _TINY: Final = 8
 _LONGEST: Final = 0.25  # seconds of one call
 
 
-def measure_kernels(clock: Clock, seconds: float) -> dict[str, Any]:
-    """The fields of a Cluster that say what kernels cost, and the curve of copies."""
+def measure_kernels(clock: Clock, seconds: float, hurried: bool = False) -> dict[str, Any]:
+    """The fields of a Cluster that say what kernels cost, and the curve of copies. ``hurried``: by fewer sizes."""
     device = clock.device
     small, other = (torch.ones(_TINY, device=device) for _ in range(2))
     cases = [Case("kernel", 0, lambda: torch.add(small, other))]
-    cases += [_copy(n, device) for n in _COPIES]
+    cases += [_copy(n, device) for n in (_FEW_COPIES if hurried else _COPIES)]
     for dtype in _DTYPES:
-        cases += [_matmul(dtype, side, device) for side in _SIDES[device.type]]
+        cases += [_matmul(dtype, side, device) for side in (_FEW_SIDES if hurried else _SIDES)[device.type]]
     found = {(cases[i].name, cases[i].size): took for i, took in clock.time(cases, seconds, min(_LONGEST, seconds / 40)).items()}
     kernel = found["kernel", 0]
     flops, saturation = {}, {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 from typing import Any, Final
 
 import torch
@@ -10,13 +12,13 @@ import torch
 from ..cluster import Cluster
 from ..distributed.detect import detect
 from ..distributed.spawn import run
-from ..distributed.world import World, world
+from ..distributed.world import ProcessWorld, World, world
 from ..errors import ClusterError
 from .clock import Clock
 from .kernels import measure_kernels
 from .moves import constants, measure_moves, measure_overlap, measure_skew
 
-__all__ = ["profile"]
+__all__ = ["measured", "profile"]
 
 _SHARES: Final = {"kernels": 0.3, "moves": 0.5, "overlap": 0.1, "skew": 0.1}  # of the time there is
 
@@ -39,30 +41,40 @@ def profile(seconds: float = 40.0, nproc: int = 0, device: str = "auto", backend
     if place is not None and place.world_size > 1:
         if nproc and nproc != place.world_size:
             raise ClusterError(f"nproc={nproc}: this job has {place.world_size} ranks already, which are measured as they are")
-        return _measured(seconds, device, name)
+        return measured(seconds, device, name)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     n = nproc or (gpus if device == "cuda" else max(2, gpus))
-    found = run(_measured, seconds, device, name, nprocs=n, backend=backend, timeout=10 * seconds + 120.0)
+    found = run(measured, seconds, device, name, nprocs=n, backend=backend, timeout=10 * seconds + 120.0)
     return found[0]
 
 
-def _measured(seconds: float, device: str, name: str) -> Cluster:
+def measured(seconds: float, device: str, name: str, hurried: bool = False) -> Cluster:
+    """Measure the ranks of this world -> a Cluster, the same on every rank. All of them must call it. ``hurried``: in a second or two, by fewer sizes, kinds of
+    moves and groups."""
     here = world()
     type_ = _device(here, device)
-    clock = Clock(here.device(type_))
+    clock = Clock(here.device(type_), hurried)
     if type_ == "cuda":
         torch.cuda.set_device(clock.device)
     node_size = _node_size(here)
-    found = measure_kernels(clock, seconds * _SHARES["kernels"])
+    found = measure_kernels(clock, seconds * _SHARES["kernels"], hurried)
     if here.size > 1:
-        curves = measure_moves(clock, seconds * _SHARES["moves"], node_size)
+        curves = measure_moves(clock, seconds * _SHARES["moves"], node_size, hurried)
         found |= {"measured": (*found["measured"], *curves), **constants(curves), "overlap": measure_overlap(clock, seconds * _SHARES["overlap"])}
-        found["skew"] = measure_skew(clock, seconds * _SHARES["skew"])
+        found["skew"] = measure_skew(clock, seconds * _SHARES["skew"], hurried)
     else:
         found |= _borrowed(type_)
     found |= {"name": name, "device": type_, "size": here.size, "node_size": node_size, "memory": _memory(clock.device, node_size or here.size)}
+    found["source"] = _source(seconds, here)
     cluster: Cluster = clock.everyone.all_gather_object(Cluster(**found))[0]
     return cluster
+
+
+def _source(seconds: float, here: World) -> str:
+    """Where the figures come from, in words."""
+    threads, backend = torch.get_num_threads(), here.backend if isinstance(here, ProcessWorld) else ""
+    ranks = f"{here.size} rank{'s' * (here.size != 1)} of {threads} thread{'s' * (threads != 1)}{f' over {backend}' if backend else ''}"
+    return f"measured on {socket.gethostname()}, {datetime.date.today().isoformat()}, in about {seconds:g} s: {ranks}"
 
 
 def _device(here: World, device: str) -> str:

@@ -19,6 +19,8 @@ from .clock import Case, Clock
 __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measure_skew"]
 
 SIZES: Final = tuple(1 << k for k in (10, 13, 16, 19, 22, 24, 25, 26))
+_FEW_SIZES: Final = tuple(1 << k for k in (10, 16, 20, 24))
+_FEW_KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # others are priced by these (`Cluster.seconds`)
 _LARGE: Final = 1 << 22
 _COMPUTED: Final = 1 << 19  # from this size on what moves is computed anew before it does; smaller ones stay in the caches
 _LONGEST: Final = 1.0  # seconds of one call
@@ -49,16 +51,17 @@ def groups_of(size: int, node_size: int) -> list[tuple[int, int, list[tuple[int,
     return found
 
 
-def measure_moves(clock: Clock, seconds: float, node_size: int) -> tuple[Curve, ...]:
-    """Curves of all kinds of moves, for each size of group."""
+def measure_moves(clock: Clock, seconds: float, node_size: int, hurried: bool = False) -> tuple[Curve, ...]:
+    """Curves of all kinds of moves, for each size of group; ``hurried``: only of some."""
     cases: list[Case] = []
     bench = _Bench(clock.world, clock.device)
-    for p, nodes, groups in groups_of(clock.world.size, node_size):
+    every = groups_of(clock.world.size, node_size)
+    for p, nodes, groups in _few(every) if hurried else every:
         mine = next((group for group in groups if clock.world.rank in group), None)
         for kind, make in _KINDS.items():
-            if kind != "send" or p == 2:
+            if kind in _FEW_KINDS if hurried else kind != "send" or p == 2:
                 count = 2 if kind == "send" else 1
-                for n in _sizes(kind, p):
+                for n in _FEW_SIZES if hurried else _sizes(kind, p):
                     call = None if mine is None else make(bench, mine, n)
                     cases.append(Case((kind, p, nodes), n, call, functools.partial(bench.compute, n) if n >= _COMPUTED else None, count))
     found = clock.time(cases, seconds, min(_LONGEST, seconds / 40))
@@ -66,6 +69,12 @@ def measure_moves(clock: Clock, seconds: float, node_size: int) -> tuple[Curve, 
     for i, took in found.items():
         points.setdefault(cases[i].name, []).append((int(cases[i].size), took))
     return tuple(Curve(kind, p, nodes, tuple(each)) for (kind, p, nodes), each in points.items())
+
+
+def _few(groups: list[tuple[int, int, list[tuple[int, ...]]]]) -> list[tuple[int, int, list[tuple[int, ...]]]]:
+    """Within a node two ranks and all of one; across nodes as many as there are."""
+    within, across = [g for g in groups if g[1] == 1], [g for g in groups if g[1] == groups[-1][1] > 1]
+    return [*within[:1], *within[1:][-1:], *across]
 
 
 def _sizes(kind: str, ranks: int) -> list[int]:
@@ -130,18 +139,18 @@ def measure_overlap(clock: Clock, seconds: float) -> float:
     return min(2.0, max(1.0, 1.0 + (together - max(moving, computing)) / min(moving, computing)))
 
 
-def measure_skew(clock: Clock, seconds: float) -> float:
+def measure_skew(clock: Clock, seconds: float, hurried: bool = False) -> float:
     """Seconds by which a small all-reduce takes longer between computations than in a row: ranks do not come to it at the same time, and wake up late."""
     comm, device = clock.everyone, clock.device
     cases: list[Case] = []
-    for side, times in _BETWEEN:
+    for side, times in _BETWEEN[:2] if hurried else _BETWEEN:
         a, b = torch.ones(side, side, device=device), [torch.ones(side, side, device=device) for _ in range(times)]
 
         def compute(a: Tensor = a, b: Sequence[Tensor] = b) -> None:
             for t in b:
                 torch.nn.functional.gelu(a @ t)
 
-        for nbytes in _SMALL_BYTES:
+        for nbytes in _SMALL_BYTES[:2] if hurried else _SMALL_BYTES:
             data = torch.zeros(nbytes // 4, device=device)
 
             def move(data: Tensor = data) -> None:

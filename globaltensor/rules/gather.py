@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..errors import FormError
 from .notation import Arg, Op, Split, align
 from .parts import stand_in, unless_empty
 from .registry import RULES, Rule, rule
@@ -159,10 +160,12 @@ def _scatter_rule(name: str) -> Callable[..., None]:
     plain = name.rstrip("_")
 
     def describe(op: Op, input: Arg, dim: int, index: Arg, src: Any = None, reduce: str | None = None, *, value: Any = None, include_self: bool = True) -> None:
+        if not input.ndim:
+            raise FormError("0-dim operands")
         d = input.dim(dim)
         operands = [index, src] if isinstance(src, Arg) and src.ndim == input.ndim else [index]
         if index.ndim != input.ndim:
-            raise TypeError("an index with fewer dims")
+            raise FormError("an index with fewer dims")
         same = [all(a.shape[k] == input.shape[k] for a in operands) for k in range(input.ndim)]
         sums = plain == "scatter_add" or (reduce == "sum" and include_self)
         _into(op, input, d, index, src, same, name, sums=sums)
@@ -181,7 +184,7 @@ def _index_rule(name: str) -> Callable[..., None]:
 
     def describe(op: Op, input: Arg, dim: int, index: Arg, source: Any = None, *args: Any, value: Any = None, **kwargs: Any) -> None:
         if not input.ndim or not index.ndim:
-            raise TypeError("0-dim operands")
+            raise FormError("0-dim operands")
         d = input.dim(dim)
         same = [True] * input.ndim
         _into(op, input, d, index, source, same, name, sums=plain == "index_add")
@@ -249,7 +252,7 @@ def _masked_scatter(op: Op, input: Arg, mask: Arg, source: Arg) -> None:
 @rule("fill_diagonal")
 def _fill_diagonal(op: Op, input: Arg, fill_value: Any, wrap: bool = False) -> None:
     if isinstance(fill_value, Arg):
-        raise TypeError("a tensor as the value")
+        raise FormError("a tensor as the value")
     identity(op, input)
     op.linear = [frozenset([input.index])]
 
@@ -393,7 +396,7 @@ def _bucketize(op: Op, input: Arg, boundaries: Arg, **kwargs: Any) -> None:
 @rule("searchsorted")
 def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> None:
     if not isinstance(input, Arg):
-        raise TypeError("one number to look for")
+        raise FormError("one number to look for")
     lead = [("lead", k) for k in range(sorted_sequence.ndim - 1)]
     op.set(input, [("lead", k) for k in range(input.ndim)] if sorted_sequence.ndim == 1 else [*lead, "values"])
     for a in op.args:

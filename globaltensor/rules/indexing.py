@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .._torch import is_fake
+from ..errors import FormError
 from ..moved import MovedView
 from ..wrapper import GlobalTensor
 from .cut import cut, stays_split, takes
@@ -40,12 +41,12 @@ class Part:
 
 
 def parts_of(x: Arg, index: Any) -> list[Part]:
-    """Read an index as torch does, every dim accounted for. Raises TypeError for the forms that only torch itself knows."""
+    """Read an index as torch does, every dim accounted for. Raises FormError for the forms that only torch itself knows."""
     items = list(_items(index))
     used = sum(_span(i) for i in items)
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
     if len(dots) > 1:
-        raise TypeError("an index with more than one ellipsis")
+        raise FormError("an index with more than one ellipsis")
     fill = [slice(None)] * (x.ndim - used)
     items = [*items[: dots[0]], *fill, *items[dots[0] + 1 :]] if dots else items + fill
     found, d = [], 0
@@ -425,7 +426,7 @@ def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes
 def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
     def describe(op: Op, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
         if accumulate and any(i is None for i in indices):
-            raise TypeError("accumulate=True with a dim that no index is for")
+            raise FormError("accumulate=True with a dim that no index is for")
         op.composite = function
 
     return describe

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import _torch
 from ..bodies import body_of
+from ..errors import FormError
 from .notation import Arg, Dims, Op, Split, align
 from .parts import dims_of, reduced, unless_empty
 from .registry import UNSEEING, rule
@@ -231,7 +232,7 @@ def _put(op: Op, *args: Any, **kwargs: Any) -> None:
     if op.function not in (torch.Tensor.put_,):
         op.composite = _put_into_copy
     else:
-        raise TypeError("in place")
+        raise FormError("in place")
 
 
 def _put_into_copy(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import FormError
 from .notation import Arg, Dims, Factor, Op, Split, align
 from .parts import canonical, dims_of, operands, register, stand_in, zeros_of
 from .registry import rule
@@ -55,7 +56,7 @@ rule("rmatmul")(lambda op, a, b: _matmul(op, b, a))
 def _pair(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Arg]:
     found = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
     if len(found) != 2:
-        raise ValueError("two operands are needed")
+        raise FormError("two operands are needed")
     return found
 
 
@@ -121,7 +122,7 @@ def _bilinear_part(split: Split) -> Callable[..., Tensor]:
 @rule([torch.tensordot])
 def _tensordot(op: Op, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) -> None:
     if isinstance(dims, Arg):
-        raise ValueError("dims given as a tensor")
+        raise FormError("dims given as a tensor")
     if isinstance(dims, int):
         over_a, over_b = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     else:
@@ -184,7 +185,7 @@ def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list
     left, arrow, right = equation.replace(" ", "").partition("->")
     written = left.split(",")
     if len(written) != len(args):
-        raise ValueError(f"einsum of {len(args)} operands with {len(written)} terms: {equation!r}")
+        raise FormError(f"einsum of {len(args)} operands with {len(written)} terms: {equation!r}")
     terms = []
     dots: list[str] = []
     for term, a in zip(written, args, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import FormError
 from ..sbp import Sbp, broadcast
 from ..spec import Spec
 
@@ -208,7 +209,7 @@ def parse(notation: str, args: Sequence[Arg | None]) -> tuple[list[Dims], list[D
     """
     left, right = (side.split(",") for side in notation.split("->"))
     if len(args) > len(left):
-        raise ValueError(f"{len(args)} operands for notation {notation!r}")
+        raise FormError(f"{len(args)} operands for notation {notation!r}")
     whole: set[Factor] = set()
     patterns = [[t.lstrip("!") for t in term.split() if not (t.startswith("!") and whole.add(t.lstrip("!")))] for term in left]  # type: ignore[func-returns-value]
     leading = [a.shape[: a.ndim - (len(p) - 1)] if a is not None and "..." in p else () for a, p in zip(args, patterns, strict=False)]
@@ -221,7 +222,7 @@ def parse(notation: str, args: Sequence[Arg | None]) -> tuple[list[Dims], list[D
                 named += lead if t == "..." else [t]
             # A dim of size 1 that meets a larger one broadcasts.
             if len(named) != a.ndim:
-                raise ValueError(f"operand {a.index} has shape {list(a.shape)}, which does not fit {notation!r}")
+                raise FormError(f"operand {a.index} has shape {list(a.shape)}, which does not fit {notation!r}")
             dims.append(tuple(named))
     outs: list[Dims] = []
     for term in right:

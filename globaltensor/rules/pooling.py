@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import FormError
 from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_room
 from .notation import Arg, Op, Split
 from .parts import register, unless_empty, zeros_connected
@@ -45,7 +46,7 @@ def _parallel(op: Op, space: int) -> int:
     """Every operand: leading dims parallel, the last ``space`` whole (further operands may be shorter: their leading dims count) -> how many lead."""
     lead = op.args[0].ndim - space
     if lead < 0:
-        raise ValueError(f"an operand of {op.args[0].ndim} dims")
+        raise FormError(f"an operand of {op.args[0].ndim} dims")
     for a in op.args:
         op.set(a, (*range(min(lead, a.ndim)), *[None] * (a.ndim - lead)))
     op.out = [(*range(lead), *[None] * space)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from ..errors import FormError
 from .extremum import extremum_with_gradient, settled
 from .notation import Arg, Op, Split
 from .parts import canonical, dims_of, operands, reduced, split_in, unless_empty
@@ -240,7 +241,7 @@ def _trapezoid(op: Op, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
     if isinstance(x, Arg):
         op.set(x, op.dims[y.index] if x.ndim == y.ndim else (None,) * x.ndim)
         if x.ndim not in (1, y.ndim):
-            raise ValueError("x must have one dim, or those of y")
+            raise FormError("x must have one dim, or those of y")
         if x.ndim == y.ndim and x.shape != y.shape:
             op.set(x, [f if a == b else None for f, a, b in zip(op.dims[y.index], x.shape, y.shape, strict=True)])
 

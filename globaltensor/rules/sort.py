@@ -19,6 +19,7 @@ from ..boxing import log
 from ..boxing.halo import share
 from ..cluster import current_cluster
 from ..distributed.world import world
+from ..errors import FormError
 from .choose import Choice
 from .halo import is_spread
 from .notation import Arg, Op, Split
@@ -240,7 +241,7 @@ def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor
 
 def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = False) -> tuple[Arg, int | None, bool]:
     if isinstance(dim, bool):  # the form that begins with `stable` has no other positions
-        raise TypeError("a flag in the place of dim")
+        raise FormError("a flag in the place of dim")
     return input, dim, descending
 
 

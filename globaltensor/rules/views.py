@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..errors import FormError
 from ..moved import MovedView
 from ..sbp import broadcast
 from .cut import cut, stays_split, takes
@@ -286,7 +287,7 @@ rule("dsplit")(_divided("dsplit", lambda x, *a, **k: 2))
 @rule("narrow")
 def _narrow(op: Op, input: Arg, dim: int, start: int, length: int) -> None:
     if isinstance(start, Arg):
-        raise TypeError("the start is data")
+        raise FormError("the start is data")
     d = input.dim(dim)
     kept, runs = input.shape[d] == length, [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)]
     over = not kept and stays_split(input, d, runs)
@@ -310,7 +311,7 @@ def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
 @rule("select")
 def _select(op: Op, input: Arg, dim: int, index: int) -> None:
     if isinstance(index, Arg):
-        raise TypeError("the index is data")
+        raise FormError("the index is data")
     d = input.dim(dim)
     identity(op, input)
     op.out, op.view = [tuple(k for k in range(input.ndim) if k != d)], True

@@ -8,12 +8,12 @@ const page = {};
   const index = indexed(plan), at = (id) => document.getElementById(id);
   document.title = told.title;
   at("title").textContent = told.title;
-  at("proof").append(el(`b.${plan.optimal ? "optimal" : "gap"}`, {}, plan.optimal ? "optimal" : `gap ${percent(plan.gap)}`), told.proof.replace(/^[^:]*/, ""));
+  at("proof").append(el(`b.${plan.optimal ? "optimal" : "gap"}`, {}, told.proof.replace(/:.*/, "")), told.proof.replace(/^[^:]*/, ""));
   const tile = (name, value, more) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : ""));
   at("tiles").append(
-    tile("cost", seconds(plan.cost), "a step"), tile("bound", seconds(plan.bound), "no plan costs less"), tile("predicted", seconds(plan.seconds), "a step"),
+    tile("cost", seconds(plan.cost), "a step"), tile("bound", seconds(plan.bound), plan.lost.length ? "of what was looked at" : "no plan costs less"), tile("predicted", seconds(plan.seconds), "a step"),
     tile("memory", bytes(plan.memory), plan.limit ? `a rank, ${percent(plan.memory / plan.limit)} of ${bytes(plan.limit)}` : "a rank at its peak"),
-    tile("mesh", plan.mesh.join(" × "), told.stages.length ? `each of ${told.stages.length - 1} stages, ${plan.cluster}` : plan.cluster));
+    tile("mesh", plan.mesh.join(" × "), `${told.lying}, ${plan.cluster}`));
   at("spent").append(...spentBar(plan), told.stages.length ? el("p.note", {}, "Of all stages together.") : "");
   if (plan.alternatives.length) at("bars").append(...alternativeBars(plan));
   else at("others").hidden = true;

@@ -3,7 +3,7 @@
 from .files import from_iopddl, load, save
 from .larger import Larger
 from .problem import Problem, ProblemError, Usage
-from .solution import Solution
+from .solution import EXACT, STOP, Solution, proven
 from .solve import solve
 
-__all__ = ["Larger", "Problem", "ProblemError", "Solution", "Usage", "from_iopddl", "load", "save", "solve"]
+__all__ = ["EXACT", "STOP", "Larger", "Problem", "ProblemError", "Solution", "Usage", "from_iopddl", "load", "proven", "save", "solve"]

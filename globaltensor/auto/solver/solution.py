@@ -7,6 +7,23 @@ from dataclasses import dataclass, field
 
 from .problem import Number
 
+__all__ = ["EXACT", "STOP", "Solution", "proven"]
+
+#: The part of the cost between cost and bound at which a search among floats may stop. Both are sums of up to some ten thousand rounded numbers, and what HiGHS
+#: or the prices of memory add to a bound holds to about 1e-10: closer than this, two plans cannot be told apart.
+STOP = 1e-9
+#: The part at which a cost counts as proven least. It is twice that, so that how the last gap happens to be rounded does not decide.
+EXACT = 2 * STOP
+
+
+def proven(cost: Number, bound: Number) -> bool:
+    """Return True if a cost is the least by this bound: equal to it among integers, within `EXACT` of it among floats.
+
+    >>> proven(10, 9), proven(1.0, 1.0 - 1e-9), proven(1.0, 1.0 - 1e-8)
+    (False, True, False)
+    """
+    return bound >= cost if isinstance(cost, int) else cost - bound <= EXACT * abs(cost)
+
 
 @dataclass
 class Solution:
@@ -36,7 +53,5 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Whether the cost is proven least: equal to the bound among integers, within 1e-9 of it among floats."""
-        if self.choice is None:
-            return False
-        return self.bound >= self.cost if isinstance(self.cost, int) else self.gap <= 1e-9
+        """Whether the cost is proven least (`proven`)."""
+        return self.choice is not None and proven(self.cost, self.bound)
