@@ -282,9 +282,20 @@ unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
 foreach_norm = torch._foreach_norm
 
 
-def list_functions() -> list[Any]:
-    """The kernels over lists of tensors that torch.optim calls: they have no public names."""
-    return [getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms"))]
+def list_functions() -> dict[Any, dict[str, bool]]:
+    """Return the kernels over lists of tensors that torch.optim calls, which have no public names.
+
+    Each has its lists by name: True where it writes into them.
+    """
+    found = {}
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")):
+            kernel = getattr(torch.ops.aten, name)
+            arguments = getattr(kernel, kernel.overloads()[0])._schema.arguments
+            lists = {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments if str(a.type) == "List[Tensor]"}
+            if lists:
+                found[getattr(torch, name)] = lists
+    return found
 
 
 def watched_steps(optimizer: torch.optim.Optimizer) -> bool:

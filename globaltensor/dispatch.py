@@ -31,7 +31,7 @@ from .trial import on_meta
 from .visible import apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
-__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "rule", "writes"]
+__all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "rule", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -452,19 +452,30 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
 
 
 def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
+    """Run an in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
     target = args[0]
-    spec = Spec.make(target.shape, target.dtype, placement, [broadcast] * placement.axes)
-    mine = GlobalTensor.wrap(promote(target, spec).clone(), spec)
-    result = func(mine, *args[1:], **kwargs)
-    whole: Any = mine.to_global(sbp=[broadcast] * placement.axes)
+    stand_in = global_copy(target, placement)
+    result = func(stand_in, *args[1:], **kwargs)
+    copy_back(target, stand_in)
+    return target if result is stand_in else result
+
+
+def global_copy(plain: torch.Tensor, placement: Placement) -> GlobalTensor:
+    """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place. `copy_back` ends this."""
+    spec = Spec.make(plain.shape, plain.dtype, placement, [broadcast] * placement.axes)
+    return GlobalTensor.wrap(promote(plain, spec).clone(), spec)
+
+
+def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
+    """Copy the whole value of a global tensor into a plain one on every rank, those outside the placement included. Collective."""
+    placement = written.placement
+    whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
-    here, inside = world(), whole.placement.coordinate(world().rank) is not None
+    here, inside = world(), placement.coordinate(world().rank) is not None
     if here.size > len(placement.flat):  # ranks outside have the plain tensor as well, and no part in its gradient
-        told = apply(sent, (value.detach() if inside else torch.empty_like(target), placement.flat[0]), {})
-        value = value if inside else told
-    target.copy_(value)
-    return target if result is mine else result
+        sent_value = apply(sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {})
+        value = value if inside else sent_value
+    plain.copy_(value)
 
 
 def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import globaltensor
 
 ROOT = Path(globaltensor.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 500
+MOST_LINES = 700
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
