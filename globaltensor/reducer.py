@@ -134,8 +134,8 @@ class LeafGradient:
 
     def put(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient, in place where torch would."""
-        if self.value is None:
-            self.value = grad
+        if self.value is None:  # torch copies a gradient with a graph, too: nobody can detach a view in place
+            self.value = grad.clone() if grad.requires_grad and grad._is_view() else grad
         elif grad.requires_grad or self.value.requires_grad:
             self.value = self.value + grad
         else:

@@ -261,7 +261,16 @@ def detach(self: GlobalTensor) -> GlobalTensor:
 
 
 def detach_(self: GlobalTensor) -> GlobalTensor:
-    self._local.detach_()
+    """Take the tensor out of the graph.
+
+    Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged for one that is not.
+    """
+    if isinstance(self, MovedView):
+        self.detach_origin()
+    elif self._local._is_view():
+        self._local = self._local.detach()
+    else:
+        self._local.detach_()
     return self
 
 

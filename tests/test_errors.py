@@ -469,9 +469,9 @@ def sbp_of_a_plain_tensor() -> None:
     _ = torch.ones(2).sbp
 
 
-@row(errors.SbpError, ".data of a global tensor must be a global tensor")
-def plain_data() -> None:
-    ones().data = torch.ones(4, 4)
+@row(errors.SbpError, ".data of a global tensor must be a tensor, not list")
+def a_list_for_data() -> None:
+    ones().data = [1.0, 2.0]  # type: ignore[assignment]
 
 
 @row(errors.GlobalTensorError, "moves by device type, not to one device (cuda:5)", "x.to('cuda')")
