@@ -14,7 +14,7 @@ from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
 from .plans import promote
 from .sbp import broadcast, partial_sum
-from .spec import Spec
+from .spec import Spec, fitting
 from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
@@ -60,9 +60,8 @@ def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
     Memory is shared with the plain tensor where ``like`` is broadcast.
     """
     shown = like._spec.shown
-    layout = [broadcast if (e.is_split and e.dim >= value.dim()) or (e.is_partial and e is not partial_sum) else e for e in shown.layout]
     whole = Spec.make(value.shape, value.dtype, shown.placement, [broadcast] * shown.placement.axes)
-    spec = whole.replace(layout=layout)
+    spec = whole.replace(layout=fitting(shown.layout, value.dim()))
     return GlobalTensor.wrap(box(promote(value.detach(), whole), whole, spec, why=".data", alias=False), spec)
 
 

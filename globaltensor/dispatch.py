@@ -25,7 +25,7 @@ from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
-from .spec import Spec, Stored, layout_on
+from .spec import Spec, Stored, fitting, layout_on
 from .strides import turn
 from .trial import on_meta
 from .visible import apply
@@ -275,6 +275,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         if _torch.kernel_writes(func) and (rule is None or not rule.inplace):
             raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
     if kwargs.get("out") is not None:
+        check_out(func, args, kwargs)
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
@@ -478,21 +479,62 @@ def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
     plain.copy_(value)
 
 
-def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out=``: compute, then copy into the given tensors, in their layout."""
-    targets = kwargs.pop("out")
-    result = func(*args, **kwargs)
-    for target, value in zip(tensors_in(targets, []), tensors_in(result, []), strict=True):
+def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what PyTorch raises of a call whose ``out=`` does not fit; InplaceError where a global ``out`` would have to change its shape."""
+    rest = {name: a for name, a in kwargs.items() if name != "out"}
+    operands, targets = tensors_in(rest, tensors_in(args, [])), tensors_in(kwargs["out"], [])
+    where = next(t._spec.shown.placement for t in (*operands, *targets) if isinstance(t, GlobalTensor))
+
+    def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
+        return [Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes) for t in tensors]
+
+    results = on_meta(func, specs_of(operands), args, rest)[0]
+    if results is None:
+        return
+    for target, result in zip(targets, results, strict=False):
         if isinstance(target, GlobalTensor):
-            if target.shape != value.shape:
-                raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(value.shape)}: give a global tensor of that shape")
-            if not torch.can_cast(value.dtype, target.dtype):
-                raise InplaceError(f"out= of {name_of(func)} has {target.dtype}, but the result has {value.dtype}, which can't be cast to it: give a wider one")
-            with torch.no_grad():
-                target.copy_(value)
+            if target.numel() and target.shape != result.shape:
+                raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(result.shape)}: give a global tensor of that shape")
+            if not torch.can_cast(result.dtype, target.dtype):
+                name = name_of(func)
+                raise InplaceError(f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which can't be cast to it: give a wider one")
+    given = {name: a for name, a in kwargs.items() if name != "device"}  # the meta device's, for this
+    on_meta(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
+
+
+def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute, then copy into the tensors given as ``out``: into global ones in their layout, into plain ones the whole result on every rank."""
+    targets = tensors_in(kwargs.pop("out"), [])
+    result = func(*args, **kwargs)
+    values = tensors_in(result, [])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *targets)):
+        raise RuntimeError(
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad."
+        )
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            _put(target, value)
+    return replaced(result, iter(targets))
+
+
+def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a result into a tensor given as ``out``, which takes the result's shape as PyTorch has it."""
+    if target.shape != value.shape:
+        if target.numel():
+            warnings.warn(
+                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match the required output shape "
+                f"{list(value.shape)}. This behavior is deprecated: give a tensor of that shape, or one of 0 elements",
+                UserWarning,
+                stacklevel=4,
+            )
+        if isinstance(target, GlobalTensor):
+            target.data = target.new_empty(value.shape, placement=target.placement, sbp=fitting(target.sbp, value.dim()))
         else:
-            raise InplaceError(f"out= of {name_of(func)} must be a global tensor where an input is one; got a plain tensor. Use the returned value instead")
-    return targets
+            target.resize_(value.shape)
+    if isinstance(target, GlobalTensor) or not isinstance(value, GlobalTensor):
+        target.copy_(value)
+    else:
+        copy_back(target, value)
 
 
 @functools.wraps(declare_rule)

@@ -298,9 +298,9 @@ def foreach_on_partial_sums() -> None:
     torch._foreach_sqrt_([ones(P), ones(P)])
 
 
-@row(errors.InplaceError, "out= of add must be a global tensor", "returned value")
-def plain_out() -> None:
-    torch.add(ones(), ones(), out=torch.empty(4, 4))
+@row(RuntimeError, "result type Float can't be cast to the desired output type Long")
+def plain_out_of_a_narrower_dtype() -> None:
+    torch.add(ones(), 1.5, out=torch.empty(4, 4, dtype=torch.int64))
 
 
 @row(errors.InplaceError, "out= of add has torch.int64", "the result has torch.float32")

@@ -210,3 +210,143 @@ def resized(kind: str) -> list[list[float]]:
 def test_embeddings_are_resized(kind: str) -> None:
     first, other = run_on(2, resized, kind)
     assert first == other
+
+
+# ---------------------------------------------------------------------------------------------------------------- out=
+
+
+#: Functions with results for ``out=``, and the dtype of each.
+RESULTS: dict[str, tuple[Callable[..., Any], tuple[torch.dtype, ...]]] = {
+    "add": (lambda x, **out: torch.add(x, 1, **out), (torch.float64,)),
+    "cast": (lambda x, **out: torch.add(x, 1, **out), (torch.complex128,)),
+    "product": (lambda x, **out: torch.mm(x, x.t(), **out), (torch.float64,)),
+    "sum": (lambda x, **out: torch.sum(x, 1, **out), (torch.float64,)),
+    "joined": (lambda x, **out: torch.cat([x, x], 1, **out), (torch.float64,)),
+    "largest": (lambda x, **out: torch.max(x, 0, **out), (torch.float64, torch.int64)),
+    "sorted": (lambda x, **out: torch.sort(x, 1, **out), (torch.float64, torch.int64)),
+    "factors": (lambda x, **out: torch.linalg.qr(x, **out), (torch.float64, torch.float64)),
+}
+
+
+@on()
+def test_results_go_into_plain_and_global_tensors() -> None:
+    for function, dtypes in RESULTS.values():
+        want = function(values(4, 3))
+        wanted = want if isinstance(want, tuple) else (want,)
+        for sbp in (B, S(0), P):
+            x = laid_out(values(4, 3), sbp)
+            for shaped in (False, True):
+                plain = [torch.empty(w.shape if shaped else 0, dtype=d) for w, d in zip(wanted, dtypes, strict=True)]
+                there = [laid_out(torch.zeros(w.shape if shaped else 0, dtype=d), S(0)) for w, d in zip(wanted, dtypes, strict=True)]
+                for targets in (plain, there, [*plain[:1], *there[1:]]):
+                    got = function(x, out=tuple(targets) if len(targets) > 1 else targets[0])
+                    assert all(g is t for g, t in zip(got if len(targets) > 1 else [got], targets, strict=True))
+                    for t, w in zip(targets, wanted, strict=True):
+                        same(t, w.to(t.dtype))
+                assert [t.sbp for t in there] == [(S(0),)] * len(there)
+    rows = torch.zeros(8, 3, dtype=torch.float64)
+    torch.mul(laid_out(values(4, 3), S(0)), 2, out=rows[::2])
+    same(rows[::2], values(4, 3) * 2)
+    assert not rows[1::2].any()
+    torch.add(rows[::2], laid_out(values(4, 3), S(1)), out=rows[::2])
+    same(rows[::2], values(4, 3) * 3)
+    kept = laid_out(torch.empty(0, 2), S(1))
+    same(torch.sum(laid_out(values(4, 3).float(), S(0)), 1, out=kept), values(4, 3).float().sum(1))
+    assert kept.sbp == (B,), "a split of a dim that is gone"
+
+
+@on()
+def test_out_that_does_not_fit_is_refused_as_on_one_device() -> None:
+    whole = torch.empty(4, 3, dtype=torch.int64)
+    for x in (values(4, 3), laid_out(values(4, 3), S(0))):
+        with pytest.raises(RuntimeError, match="can't be cast to the desired output type Long"):
+            torch.add(x, 1.5, out=whole)
+        with pytest.raises(RuntimeError, match="Expected out tensor to have dtype double, but got float instead"):
+            torch.mm(x, x.t(), out=torch.empty(4, 4))
+        with pytest.raises(TypeError, match="must be Tensor, not list"):
+            torch.add(x, 1, out=[torch.empty(4, 3)])  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="expected tuple of 2 elements but got 1"):
+            torch.max(x, 1, out=(torch.empty(0),))  # type: ignore[call-overload]
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            torch.add(x.clone().requires_grad_(), 1, out=torch.empty(4, 3))
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            torch.add(x, 1, out=torch.empty(4, 3, dtype=torch.float64, requires_grad=True))
+        assert torch.argmax(x.clone().requires_grad_(), 1, out=torch.empty(0, dtype=torch.int64)).shape == (4,)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert torch.add(x, 1, out=torch.empty(2, dtype=torch.float64)).shape == (4, 3)
+        assert "An output with one or more elements was resized" in str(seen[0].message)
+    with pytest.raises(InplaceError, match=r"out= has shape \[2\]"):
+        torch.add(laid_out(values(4, 3), S(0)), 1, out=laid_out(values(2), S(0)))
+
+
+class Chunked(torch.autograd.Function):
+    """A mean of log-sum-exps whose logits are computed in pieces, into one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        buffer = torch.empty(2, len(weight), dtype=hidden.dtype)
+        grads, total = torch.zeros_like(hidden), hidden.new_zeros(())
+        for i in range(0, len(hidden), 2):
+            logits = torch.mm(hidden[i : i + 2], weight.t(), out=buffer[: min(2, len(hidden) - i)])
+            torch.exp(logits, out=logits)
+            sums = torch.sum(logits, 1, keepdim=True, out=torch.empty(0, dtype=hidden.dtype))
+            total += sums.log().sum() / len(hidden)
+            grads[i : i + 2] = logits.div_(sums) @ weight / len(hidden)
+        ctx.save_for_backward(grads)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Any:
+        return ctx.saved_tensors[0] * grad[0], None
+
+
+@on()
+def test_buffers_of_custom_functions() -> None:
+    weight = values(7, 3, seed=1)
+    x = values(5, 3).requires_grad_()
+    want = (x @ weight.t()).logsumexp(1).mean()
+    want.backward()
+    for sbp in (B, S(0), S(1), P):
+        for w in (weight, laid_out(weight, S(0)), laid_out(weight, B)):
+            ours = laid_out(values(5, 3), sbp).requires_grad_()
+            got: Any = Chunked.apply(ours, w)
+            got.backward()
+            torch.testing.assert_close(full(got) if got.is_global else got, want)
+            same(ours.grad, x.grad)  # type: ignore[arg-type]
+
+
+def orthogonal(x: Any) -> Any:
+    """Steps of Newton and Schulz towards the nearest orthogonal matrix, in buffers of their own."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x.div(x.norm().clamp_min(1e-7))
+    shape = (x.size(-2), x.size(-2))
+    squares, mixed, result = (torch.empty(s, dtype=x.dtype, device=x.device) for s in (shape, shape, tuple(x.shape)))
+    for _ in range(5):
+        torch.mm(x, x.mT, out=squares)
+        torch.addmm(squares, squares, squares, beta=b, alpha=c, out=mixed)
+        torch.addmm(x, mixed, x, beta=a, out=result)
+        x, result = result, x if not x.is_global else torch.empty_like(result)
+    return x
+
+
+@on()
+def test_steps_in_buffers() -> None:
+    want = orthogonal(values(4, 6))
+    for sbp in (B, S(0), S(1), P):
+        same(orthogonal(laid_out(values(4, 6), sbp)), want)
+
+
+class Buffered(flow.nn.Graph):
+    """A step that writes into a plain buffer."""
+
+    def build(self, x: Tensor) -> Tensor:
+        return torch.add(x, 1, out=torch.empty(4, 3, dtype=torch.float64)) * x
+
+
+@on()
+def test_a_graph_with_a_plain_buffer() -> None:
+    for sbp in (B, S(0), P):
+        graph = Buffered()
+        for seed in range(2):
+            same(graph(laid_out(values(4, 3, seed=seed), sbp)), (values(4, 3, seed=seed) + 1) * values(4, 3, seed=seed))
