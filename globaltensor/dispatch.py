@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,18 +18,19 @@ from . import _torch, plans
 from .bodies import FORGOTTEN, apply_plainly, body_of
 from .boxing import box
 from .distributed.world import sent, world
-from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
+from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelError, PlacementError
 from .moved import MovedView
+from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
-from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
+from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, fitting, layout_on
 from .strides import turn
 from .trial import on_meta
-from .visible import apply
+from .visible import SEEN, apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
 __all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "rule", "writes"]
@@ -270,22 +272,28 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
     rule = rule_of(func, kwargs)
-    if rule is None and _torch.is_kernel(func):
-        rule = RULES.get(_torch.twin_of_kernel(func))
+    kernel, written = _torch.is_kernel(func), None
+    if kernel:
+        rule = rule or RULES.get(_torch.twin_of_kernel(func))
         if _torch.kernel_writes(func) and (rule is None or not rule.inplace):
-            raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
-    if kwargs.get("out") is not None:
+            written = written_operands(func, args, kwargs)
+    if kwargs.get("out") is not None and written is None:
         check_out(func, args, kwargs)
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
     if any(isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors):
+        if written is not None:
+            raise PlacementError(f"{describe_call(func, tensors)}: an operator that writes into its arguments needs all of them on one placement")
         if _place_of_scalars(tensors) is None:
             return Through(lambda *a, **k: _met(func, a, k))
         return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
     specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
+    if rule is None and written is not None:
+        _warn_of(func)
+        return _on_whole(func, specs, written)
     if rule is None:
         return _unruled(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
@@ -310,13 +318,17 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
-        return Whole(rule.name, specs, rule.inplace)
+        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
     meta, structure = on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
     if meta is None:
+        if kernel and _torch.is_custom(func):
+            raise needs_fake(func)
         return _unruled(func, specs, args, kwargs)
+    if written is not None:
+        keep_written_whole(op, written[0])
     if unknown:
         warnings.warn(f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on whole tensors", FallbackWarning, stacklevel=3)
-        return Whole(rule.name, specs, rule.inplace)
+        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
         outs, op.out = [taken[0]], [op.dims[0]]
@@ -325,7 +337,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if rule.inplace and outs[0].shape != specs[0].shape:
         return Whole(name_of(func), specs, True)  # which says why it cannot be
     choice = choose(op, outs, keep=0 if rule.inplace else None)
-    kind: type[Boxed] = Boxed
+    kind: type[Boxed] = Boxed if written is None else Writing
     if choice is None:
         if not any(e.is_partial for e in specs[0].layout):
             return Whole(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
@@ -334,7 +346,10 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             return Whole(name_of(func), specs, True)
     if stored is not None:
         choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
-    return _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    plan = _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    if isinstance(plan, Writing) and written is not None:
+        plan.writes, plan.returns = written
+    return plan
 
 
 def _freeze(
@@ -440,6 +455,20 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     meta, structure = on_meta(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return Answer(structure)
+    _warn_of(func)
+    return Whole(name, specs, inplace)
+
+
+def _on_whole(func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]) -> Plan:
+    """Return the plan for an operator that writes into its arguments, with every operand whole."""
+    plan = Writing.on_whole(name_of(func), specs)
+    plan.writes, plan.returns = written
+    return plan
+
+
+def _warn_of(func: Any) -> None:
+    """Warn once that a function has no rule."""
+    name = name_of(func)
     if name not in _WARNED:
         _WARNED.add(name)
         target = f"torch.ops.{func}" if _torch.is_kernel(func) else repr(name)
@@ -449,7 +478,6 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
             FallbackWarning,
             stacklevel=5,
         )
-    return Whole(name, specs, inplace)
 
 
 def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -539,10 +567,36 @@ def _put(target: torch.Tensor, value: torch.Tensor) -> None:
 
 @functools.wraps(declare_rule)
 def rule(*args: Any, **kwargs: Any) -> Any:
+    target = kwargs["target"] if "target" in kwargs else args[0]
+    for one in target if isinstance(target, (list, tuple)) else [target]:
+        check_target(one)
     declared = declare_rule(*args, **kwargs)
     if len(args) < 2 and "notation" not in kwargs:  # used as a decorator
         return lambda describe: _forgotten(declared(describe))
     return _forgotten(declared)
+
+
+def check_target(target: Any) -> None:
+    """Raise GlobalTensorError of what a rule would never be found for."""
+    if isinstance(target, str):
+        if not spellings_of(target):
+            raise GlobalTensorError(f"rule: neither a function of torch nor an operator has the name {target!r}; name an operator of your own 'space::name'")
+    elif isinstance(target, type) or (isinstance(target, types.FunctionType) and not _asks_classes(target)):
+        raise GlobalTensorError(
+            f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on global tensors as it stands: a rule for it would never be "
+            "found. Rules are for torch's functions and for operators (torch.library.custom_op); globaltensor.local_map runs a function of your own on parts"
+        )
+
+
+def _asks_classes(function: Any) -> bool:
+    """Return True if a Python function asks the classes of its tensors whether they override it."""
+    while function is not None:
+        if (getattr(function, "__module__", None) or "").startswith("torch") or function in SEEN:
+            return True
+        if isinstance(function, types.FunctionType) and any("torch_function" in name for name in function.__code__.co_names):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _forgotten(result: Any) -> Any:

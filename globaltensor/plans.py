@@ -15,6 +15,7 @@ from .boxing.autograd import NOTHING
 from .distributed.world import placeholder, world
 from .errors import InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
+from .placement import Placement
 from .reducer import watch
 from .rules import RULES
 from .sbp import broadcast
@@ -24,8 +25,8 @@ from .visible import apply
 from .wrapper import GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
-    "name_of", "promote", "replaced", "tensors_in",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "elsewhere",
+    "inplace_error", "name_of", "promote", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -233,7 +234,7 @@ class Boxed(Plan):
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
                 RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, ())
-            result = _elsewhere(self.outs, locals_)
+            result = elsewhere(self.outs, locals_)
             if self.inplace:
                 if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
                     tensors[0]._local = result[0]
@@ -354,7 +355,7 @@ class Moved(Boxed):
             if not self.outside:
                 locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         if self.outside:
-            target._local = _elsewhere(self.outs, locals_)[0]
+            target._local = elsewhere(self.outs, locals_)[0]
         else:
             these = iter(locals_)
             (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
@@ -394,9 +395,7 @@ class Whole(Plan):
                     with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
                         tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
                     touched(tensors[i])
-        members = set(self.placement.flat)
-        if len(members) < world().size:
-            out = self._share(out, inner.outside, locals_)
+        out = shared(out, self.placement, inner.outside, locals_)
         if self.inplace:
             target = tensors[0]
             value = out if isinstance(out, torch.Tensor) else locals_[0]
@@ -409,18 +408,24 @@ class Whole(Plan):
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
             return written(target)
-        whole = [broadcast] * self.placement.axes
-        results = [(t, t._shape if inner.outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
-        return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, self.placement, whole)) for t, shape in results]))
+        return wrapped_whole(out, self.placement, inner.outside)
 
-    def _share(self, out: Any, outside: bool, locals_: list[torch.Tensor]) -> Any:
-        """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
-        everyone = world().comm(tuple(range(world().size)))
-        mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
-        told = everyone.all_gather_object(mine)[self.placement.flat[0]]
-        if not outside:
-            return out
-        return _materialise(told, locals_)
+
+def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
+    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
+    if len(placement.flat) == world().size:
+        return out
+    everyone = world().comm(tuple(range(world().size)))
+    mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+    told = everyone.all_gather_object(mine)[placement.flat[0]]
+    return _materialise(told, locals_) if outside else out
+
+
+def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
+    """Wrap what came out of whole operands, as `shared` gives it."""
+    whole = [broadcast] * placement.axes
+    results = [(t, t._shape if outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
+    return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, placement, whole)) for t, shape in results]))
 
 
 class _Shape:
@@ -432,7 +437,7 @@ class _Shape:
 
 def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
     if isinstance(told, _Shape):
-        out = _elsewhere([None], locals_, told.dtype)[0]
+        out = elsewhere([None], locals_, told.dtype)[0]
         out._shape = told.shape  # type: ignore[attr-defined]
         return out
     if isinstance(told, (tuple, list)):
@@ -456,7 +461,8 @@ class _Elsewhere(torch.autograd.Function):
         return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 
-def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return what a rank outside the placement holds of a call's results: nothing, tied to the operands where they have gradients."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype

@@ -80,7 +80,8 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
             warnings.simplefilter("ignore")
             out = func(*replaced(args, these), **replaced(kwargs, these))
     except (RuntimeError, AssertionError) as error:
-        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):  # no such kernel; or the result depends on values
+        # There is no such kernel; or the result depends on values.
+        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error) or _torch.lacks_fake(func, error):
             return None, None
         tried, own = _alone(func, specs, args, kwargs)
         if tried and own is None and isinstance(error, AssertionError):

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules", "reducer"),
     ("sharded", "profiling"),
     ("plans",),
-    ("trial",),
+    ("trial", "operators"),
     ("dispatch",),
     ("gradients", "hooks", "convert", "draws", "functions"),
     ("contents",),

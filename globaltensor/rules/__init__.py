@@ -2,9 +2,9 @@
 
 from .choose import Choice, choose
 from .notation import Arg, Op, Signature, Split
-from .registry import RULES, UNSEEING, Rule, composite, pointwise, rule, rule_of
+from .registry import RULES, UNSEEING, Rule, composite, pointwise, rule, rule_of, spellings_of
 
-__all__ = ["RULES", "UNSEEING", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose", "composite", "pointwise", "rule", "rule_of"]
+__all__ = ["RULES", "UNSEEING", "Arg", "Choice", "Op", "Rule", "Signature", "Split", "choose", "composite", "pointwise", "rule", "rule_of", "spellings_of"]
 
 # Each family declares its rules when imported.
 from . import attention, convolution, elementwise, gather, indexing, kernels, linalg, loss, matmul, multihead, nn, norm, order, pooling, random
