@@ -485,7 +485,8 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return box(grads[0], ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
+        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
+        return box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
 
 
 def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -145,6 +145,8 @@ class LeafGradient:
         """What has come in up to now, reduced. Collective where something is pending."""
         if self.local.grad is not None:
             grad = self.take()
+            if grad.layout is not torch.strided:  # type: ignore[union-attr]
+                grad = grad.to_dense()  # type: ignore[union-attr]
             self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
@@ -388,6 +390,7 @@ class Reducer:
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
+                    grad = grad if grad.layout is torch.strided else grad.to_dense()
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
                     leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)

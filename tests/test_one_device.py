@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.errors import InplaceError, SbpError
+from globaltensor.errors import GlobalTensorError, InplaceError, SbpError
 from globaltensor.tensor import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -350,3 +350,64 @@ def test_a_graph_with_a_plain_buffer() -> None:
         graph = Buffered()
         for seed in range(2):
             same(graph(laid_out(values(4, 3, seed=seed), sbp)), (values(4, 3, seed=seed) + 1) * values(4, 3, seed=seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------- sparse gradients
+
+
+class Bags(nn.EmbeddingBag):
+    def __init__(self, rows: int, width: int, **options: Any) -> None:
+        super().__init__(rows, width, mode="sum", **options)
+
+
+def gathered(table: nn.Module, ids: Tensor) -> Tensor:
+    return torch.gather(table.weight, 0, ids, sparse_grad=table.sparse)  # type: ignore[arg-type, call-overload]
+
+
+@on()
+def test_gradients_that_would_be_sparse_are_dense() -> None:
+    """The values are those of one device, and so are the steps of optimizers that take both kinds."""
+    optimizers: list[Any] = [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, lr=0.1)]
+    ids = torch.tensor([[0, 1, 2], [2, 4, 4]])
+    kinds: list[Any] = [
+        (nn.Embedding, lambda m, i: m(i)), (Bags, lambda m, i: m(i)), (nn.Embedding, gathered),
+        (lambda *args, **options: nn.Embedding(*args, scale_grad_by_freq=True, **options), lambda m, i: m(i)),
+        (lambda *args, **options: nn.Embedding(*args, padding_idx=2, **options), lambda m, i: m(i)),
+    ]  # fmt: skip
+    for (make, look), optimizer in ((k, o) for k in kinds for o in optimizers):
+        for sbp in (B, S(0), S(1), P):
+            for id_sbp in (None, B, S(0)):
+                tables = [make(5, 3, sparse=sparse) for sparse in (True, False)]
+                for table in tables:
+                    table.weight.data = values(5, 3).float()
+                table, alone = tables[0].to_global(everywhere(), sbp), tables[1]
+                stepped = [optimizer(t.parameters()) for t in (table, alone)]
+                for _ in range(2):
+                    for t, o, i in zip((table, alone), stepped, (ids if id_sbp is None else laid_out(ids, id_sbp), ids), strict=True):
+                        o.zero_grad()
+                        look(t, i).square().sum().backward()
+                        o.step()
+                torch.testing.assert_close(full(table.weight.grad), alone.weight.grad)
+                torch.testing.assert_close(full(table.weight.detach()), alone.weight.detach())
+    plain = nn.Embedding(5, 3, sparse=True)
+    plain(laid_out(ids, S(0))).sum().backward()
+    assert plain.weight.grad is not None
+    assert plain.weight.grad.sum() == 18
+
+
+@on()
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    for sbp in (B, S(0)):
+        table: Any = nn.Embedding(5, 3, sparse=True).to_global(everywhere(), sbp)  # type: ignore[operator]
+        optimizer = torch.optim.SparseAdam([nn.Parameter(torch.zeros(2)), table.weight])
+        table(torch.tensor([0, 1])).sum().backward()
+        with pytest.raises(GlobalTensorError, match=r"SparseAdam got a global parameter.*torch.optim.Adam"):
+            optimizer.step()
+    alone = nn.Embedding(5, 3, sparse=True)
+    before = alone.weight.detach().clone()
+    alone(torch.tensor([0, 1])).to_global(everywhere(), B).sum().backward()
+    with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns where nobody has said so
+        torch.optim.SparseAdam(alone.parameters()).step()
+    assert alone.weight.grad is not None
+    assert alone.weight.grad.is_sparse
+    assert (alone.weight.detach() != before).any(1).tolist() == [True, True, False, False, False]

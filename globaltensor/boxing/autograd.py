@@ -132,6 +132,8 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         route, why = ctx.route, f"backward of {ctx.why or 'to_global'}"
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         here, there = route.dst.dual(), route.src.dual()
         kept = ctx.saved_tensors  # (before anything is sent)
         if torch.is_grad_enabled() and _crosses(route):

@@ -63,7 +63,7 @@ def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = Fal
     op.set(index, ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)] or [None] * index.ndim)
     op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
     op.linear, op.carries = [frozenset([input.index])], True
-    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i, sparse_grad=sparse_grad))
+    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))  # gradients of global tensors are dense
 
 
 @rule("index_select")
@@ -287,6 +287,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
+    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for: the values are the same."""
     if max_norm is not None:
         op.compose(_embedding_of_bounded_rows)
         return
@@ -294,6 +295,7 @@ def _embedding(
     op.out = [(*ids, "width")]
     if scale_grad_by_freq:  # it counts all ids
         op.out = [(None,) * (input.ndim + 1)]
+        op.local = lambda split: lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding_idx, scale_grad_by_freq=True)
         return
     op.set(input, ids)
     op.set(weight, ("rows", "width"))
@@ -303,19 +305,19 @@ def _embedding(
 
     def local(split: Split) -> Local:
         if not split.is_split("rows"):
-            return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding, sparse=sparse)
+            return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding)
         offset, length = split.box("rows")
 
         def run(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             here, mine = picked(input, n, offset, length)
             own_padding = padding - offset if padding is not None and offset <= padding < offset + length else None
-            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding, sparse=sparse))
+            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding))
 
         return run
 
     op.local = local
-    if not sparse:  # on a GPU the kernel's backward writes where it must not if the rows have no elements
-        op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
+    # On a GPU the kernel's backward writes where it must not if the rows have no elements.
+    op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
 
 
 @rule([torch.embedding])
@@ -343,7 +345,12 @@ def _embedding_bag(
         for a in op.args[2:]:
             op.set(a, ("bags", None))
     op.linear = [frozenset([weight.index])] if mode != "max" else []
-    op.local = unless_empty(op, F.embedding_bag)
+    op.local = unless_empty(op, _dense_bags)
+
+
+def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call F.embedding_bag, whose argument 7 asks for a sparse gradient, for a dense one."""
+    return F.embedding_bag(*args[:7], *([False] if len(args) > 7 else []), *args[8:], **{k: v for k, v in kwargs.items() if k != "sparse"})
 
 
 def _embedding_of_bounded_rows(
