@@ -453,7 +453,7 @@ def tracing() -> Any:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
+    """Return True if a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

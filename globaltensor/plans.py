@@ -22,7 +22,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .strides import note
 from .visible import apply
-from .wrapper import GlobalTensor
+from .wrapper import GlobalTensor, refuse_transforms
 
 __all__ = [
     "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "elsewhere",
@@ -493,6 +493,7 @@ def promote(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     """A plain tensor among global ones -> the local part of a broadcast one."""
     graph = tensor.requires_grad and torch.is_grad_enabled()
     if graph:
+        refuse_transforms()
         watch()
     where = spec.placement.coordinate(world().rank)
     if where is None:

@@ -25,7 +25,7 @@ from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .strides import carry_note, stride
 from .visible import apply, visible
-from .wrapper import SEEN_AS, GlobalTensor
+from .wrapper import SEEN_AS, GlobalTensor, refuse_transforms
 
 __all__ = ["GlobalTensor", "full", "install"]
 
@@ -69,9 +69,11 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     """
     if placement is None or sbp is None:
         missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
+        refuse_transforms()
         raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
+    refuse_transforms()
     if self.is_meta and placement.type != "meta":
         raise PlacementError(
             f"to_global: a tensor on the meta device has no values to put on {placement!r}: lay it out on flow.placement('meta', ranks), and "

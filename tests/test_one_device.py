@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.errors import GlobalTensorError, InplaceError, SbpError
+from globaltensor.errors import GlobalTensorError, InplaceError, KernelError, SbpError
 from globaltensor.tensor import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -411,3 +411,55 @@ def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     assert alone.weight.grad is not None
     assert alone.weight.grad.is_sparse
     assert (alone.weight.detach() != before).any(1).tolist() == [True, True, False, False, False]
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch.func
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2
+
+
+@on()
+def test_transforms_name_the_way_that_works() -> None:
+    """Whatever is transformed, and wherever the global tensors come from: an error on all ranks that names `local_map`, before anything is sent."""
+    func, row, rows = torch.func, values(3), values(4, 3)
+    for sbp in (B, S(0), S(1), P):
+        g = laid_out(rows, sbp)
+        leaf = laid_out(rows, sbp).requires_grad_()
+        weights = {name: laid_out(q.detach(), S(0)) for name, q in nn.Linear(3, 2).double().named_parameters()}
+        layer: Any = nn.Linear(3, 2).double().to_global(everywhere(), B)  # type: ignore[operator]
+        programs: list[Callable[[], Any]] = [
+            lambda g=g: func.grad(lambda x: x.to_global(sbp=B).square().sum())(g),
+            lambda g=g: func.grad(lambda x: (x @ x.t()).square().sum())(g),
+            lambda g=g: func.grad_and_value(lambda x: x.square().sum())(g),
+            lambda g=g: func.vjp(lambda x: x * x, g),
+            lambda g=g: func.vmap(lambda x: x.square().sum())(g),
+            lambda g=g: func.vmap(lambda x: x.square().sum(), in_dims=1)(g),
+            lambda g=g: func.jacrev(lambda x: x.square().sum(1))(g),
+            lambda g=g: func.grad(lambda v: (g * v).sum())(row),
+            lambda g=g: func.grad(lambda v: (g @ v).square().sum())(row),
+            lambda g=g: func.jacrev(lambda v: g @ v)(row),
+            lambda g=g: func.vmap(lambda v: (g * v).sum())(rows),
+            lambda g=g: func.vmap(lambda v: g @ v)(rows),
+            lambda g=g: func.grad(lambda v: v.to_global(everywhere(), S(0)).square().sum())(row),
+            lambda leaf=leaf: func.grad(lambda v: (leaf.to_global(sbp=S(1 if leaf.sbp == (S(0),) else 0)) * v).sum())(row),
+            lambda g=g, layer=layer, w=weights: func.grad(lambda p: func.functional_call(layer, p, (g,)).square().sum())(w),
+            lambda leaf=leaf: func.grad(lambda v: v.sum() * Doubled.apply(leaf).sum())(row),
+        ]
+        for i, program in enumerate(programs):
+            with pytest.raises(KernelError, match=r"globaltensor\.local_map"):
+                pytest.fail(f"program {i} with {sbp} gave {program()}")
+        same(func.functional_call(layer, weights, (g,)), nn.functional.linear(rows, full(weights["weight"]), full(weights["bias"])))
+        parts = flow.local_map(func.vmap(func.grad(lambda x: x.square().sum())), out_sbp=S(0), in_sbp=S(0))
+        same(parts(g), rows * 2)

@@ -17,6 +17,7 @@ from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
 from ..spec import Spec
 from ..visible import shown
+from ..wrapper import refuse_transforms
 from .execute import run
 from .log import Boxing, current_logs, watch
 from .planner import Plan, plan
@@ -36,6 +37,7 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         return local
     if function_mode_on():
         return shown(box, local, src, dst, grad, why, alias)  # type: ignore[no-any-return]
+    refuse_transforms()
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
