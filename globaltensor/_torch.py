@@ -198,6 +198,9 @@ admits_nesting = torch._nested_tensor_from_mask_left_aligned
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 
+#: What torch.atleast_1d, 2d and 3d call for one tensor or one list of them, without asking a list's tensors first.
+at_least = {n: [getattr(torch._VF, f"atleast_{n}d")] for n in (1, 2, 3)}
+
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
 #: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
@@ -213,6 +216,16 @@ batch_norm_kernel = torch._native_batch_norm_legit
 #: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
 softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
+
+
+@functools.cache
+def take_along_wraps() -> bool:
+    """Return True if torch.take_along_dim counts indices beyond a dim round it (2.13) instead of refusing them."""
+    try:
+        torch.take_along_dim(torch.zeros(2), torch.tensor([-1]), 0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def default_store() -> Any:

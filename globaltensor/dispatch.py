@@ -22,14 +22,14 @@ from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelErro
 from .moved import MovedView
 from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, fitting, layout_on
 from .strides import turn
-from .trial import on_meta
+from .trial import on_meta, operands_among
 from .visible import SEEN, apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
@@ -314,7 +314,9 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         on_meta(func, specs, args, kwargs)
         raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
-        meta = on_meta(func, specs, args, kwargs)[0] if op.checked else None
+        meta, structure = on_meta(func, specs, args, kwargs) if op.checked else (None, None)
+        if (same := _same(rule, meta or (), args)) and None not in same:
+            return Same(same, structure, None)
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
@@ -324,6 +326,9 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         if kernel and _torch.is_custom(func):
             raise needs_fake(func)
         return _unruled(func, specs, args, kwargs)
+    same = _same(rule, meta, args) if written is None else ()
+    if same and None not in same:
+        return Same(same, structure, None)
     if written is not None:
         keep_written_whole(op, written[0])
     if unknown:
@@ -349,7 +354,13 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     plan = _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
     if isinstance(plan, Writing) and written is not None:
         plan.writes, plan.returns = written
-    return plan
+    return plan if all(i is None for i in same) else Same(same, structure, plan)
+
+
+def _same(rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:
+    """Return which operand each result is, for all calls that a plan is for: in-place functions see to that themselves."""
+    free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
+    return (None,) * len(results) if rule.inplace or free else operands_among(results)
 
 
 def _freeze(
@@ -432,6 +443,8 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
     def get(x: GlobalTensor) -> Any:
         value = func(x._local)
         if isinstance(value, torch.Tensor):
+            if value is x._local:
+                return x
             if value.shape != x._local.shape:
                 raise KernelError(f"the attribute {name_of(func)} of a global tensor is not known; use the method of the same meaning")
             return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
@@ -455,6 +468,9 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     meta, structure = on_meta(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return Answer(structure)
+    same = operands_among(meta or ())
+    if same and None not in same:
+        return Same(same, structure, None)
     _warn_of(func)
     return Whole(name, specs, inplace)
 

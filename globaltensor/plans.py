@@ -25,7 +25,7 @@ from .visible import apply
 from .wrapper import GlobalTensor, refuse_transforms
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "elsewhere",
+    "Answer", "Boxed", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "elsewhere",
     "inplace_error", "name_of", "promote", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
@@ -190,6 +190,21 @@ class Through(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.other(*args, **kwargs)
+
+
+class Same(Plan):
+    """Return operands themselves where the function does: results are numbered as `tensors_in` does. ``inner``: what gives the other results, if any."""
+
+    __slots__ = ("inner", "operands", "structure")
+
+    def __init__(self, operands: Sequence[int | None], structure: Any, inner: Plan | None) -> None:
+        super().__init__()
+        self.operands, self.structure, self.inner = operands, structure, inner
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        results = [None] * len(self.operands) if self.inner is None else tensors_in(self.inner.run(func, args, kwargs), [])
+        return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
 
 
 class Boxed(Plan):

@@ -23,7 +23,7 @@ from .placement import Placement
 from .plans import admit_signs, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
-from .strides import carry_note, stride
+from .strides import carry_note, lies_in_order, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor, refuse_transforms
 
@@ -229,7 +229,8 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
     """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
     if args and isinstance(args[0], type) and args[0] in SEEN_AS:
         return args[0](self)
-    copy, order = kwargs.pop("copy", False), kwargs.pop("memory_format", None)
+    switches = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
+    copy, order = kwargs.pop("copy", len(switches) > 1 and switches[1]), kwargs.pop("memory_format", None)
     kwargs.pop("non_blocking", None)
     out = self
     for a in (*args, *kwargs.values()):
@@ -249,7 +250,11 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
-    return lambda self, *args, **kwargs: _with_dtype(self, dtype)
+    def run(self: GlobalTensor, memory_format: Any = torch.preserve_format) -> GlobalTensor:
+        out = _with_dtype(self, dtype)
+        return out if memory_format is torch.preserve_format else out.contiguous(memory_format=memory_format)
+
+    return run
 
 
 def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -284,10 +289,11 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
-    local = self._local.contiguous(memory_format=memory_format)
-    if local is self._local and not _torch.function_mode_on():  # strides may differ from rank to rank; what a recorder sees must not
+    """Return the tensor itself where it lies so in memory, else a copy that does."""
+    if lies_in_order(self, memory_format) and not _torch.function_mode_on():  # what a recorder sees must not depend on the rank
         return self
-    return GlobalTensor.wrap(local, self._spec)
+    local = self._local.contiguous(memory_format=memory_format)
+    return GlobalTensor.wrap(local.clone(memory_format=memory_format) if local is self._local else local, self._spec)
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
@@ -442,6 +448,8 @@ def install() -> None:
 
 def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``plain.to(global)`` and ``plain.type_as(global)``: only the dtype is taken over."""
+    if isinstance(args[0], GlobalTensor):
+        return getattr(GlobalTensor, func.__name__)(*args, **kwargs)
     x, other = args[0], next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor))
     return x.to(other.dtype)
 
@@ -471,6 +479,9 @@ HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[_torch.may_take_data] = _may_take_data
 HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
+for _name in METHODS:  # called by way of the class: torch.Tensor.float(x)
+    if callable(METHODS[_name]) and callable(getattr(torch.Tensor, _name, None)) and _name not in PLAIN:
+        HANDLERS.setdefault(getattr(torch.Tensor, _name), _method(_name))
 HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
 HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())
 HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point

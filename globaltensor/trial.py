@@ -15,7 +15,7 @@ from .distributed.world import world
 from .plans import replaced, tensors_in
 from .spec import Spec
 
-__all__ = ["on_meta", "remembering"]
+__all__ = ["on_meta", "operands_among", "remembering"]
 
 _MOST = 1 << 20  # elements of operands that a call is tried with
 _REMEMBERED = 1 << 13  # calls
@@ -78,7 +78,8 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
                 stack.enter_context(one)
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
-            out = func(*replaced(args, these), **replaced(kwargs, these))
+            given = replaced((args, kwargs), these)
+            out = func(*given[0], **given[1])
     except (RuntimeError, AssertionError) as error:
         # There is no such kernel; or the result depends on values.
         if isinstance(error, NotImplementedError) or "on meta tensors" in str(error) or _torch.lacks_fake(func, error):
@@ -87,7 +88,17 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
         if tried and own is None and isinstance(error, AssertionError):
             return None, None  # the kernel for meta tensors takes less; where it refuses in words, the other may not look (attention: as many keys as values)
         raise own or (RuntimeError(str(error)) if isinstance(error, AssertionError) else error) from None
-    return tensors_in(out, []), out
+    results = tensors_in(out, [])
+    positions = {id(t): i for i, t in enumerate(tensors_in(given[1], tensors_in(given[0], [])))}
+    for t in results:
+        if id(t) in positions:
+            t.operand = positions[id(t)]  # type: ignore[attr-defined]
+    return results, out
+
+
+def operands_among(results: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+    """Return for each tensor that `on_meta` gave the position of the operand that it is, if the function returns that itself."""
+    return tuple(t.__dict__.get("operand") for t in results)
 
 
 def _alone(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Exception | None]:

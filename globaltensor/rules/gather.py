@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._torch import take_along_wraps
 from .notation import Arg, Op, Split, align
 from .parts import stand_in, unless_empty
 from .registry import RULES, Rule, rule
@@ -102,7 +103,8 @@ def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligne
 
 @rule("take")
 def _take(op: Op, input: Arg, index: Arg) -> None:
-    op.composite = lambda input, index: input.flatten()[index]
+    # In a row, since one number as an index would give a view.
+    op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
 
 
 @rule("take_along_dim")
@@ -114,6 +116,8 @@ def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return input.flatten().gather(0, indices.flatten())
     d = dim % input.ndim
+    if take_along_wraps() and input.shape[d]:
+        indices = indices.remainder(input.shape[d])
     shape = [max(a, b) if min(a, b) else 0 for a, b in zip(input.shape, indices.shape, strict=True)]
     x = input.expand([input.shape[k] if k == d else n for k, n in enumerate(shape)])
     return x.gather(d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)]))

@@ -127,7 +127,7 @@ def _histogram(op: Op, *args: Any, **kwargs: Any) -> None:
 
 def _histogram_by_counts(input: Tensor, bins: Any, *, range: Any = None, weight: Tensor | None = None, density: bool = False) -> Any:
     flat = input.flatten()
-    edges = bins if isinstance(bins, Tensor) else _edges(flat, bins, range)
+    edges = bins.clone() if isinstance(bins, Tensor) else _edges(flat, bins, range)
     counts = tallied(flat, [edges], weight if weight is None else weight.flatten())
     return torch.return_types.histogram((_as_density(counts, [edges]) if density else counts, edges))
 
