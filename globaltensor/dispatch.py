@@ -315,7 +315,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
         meta, structure = on_meta(func, specs, args, kwargs) if op.checked else (None, None)
-        if (same := _same(rule, meta or (), args)) and None not in same:
+        if (same := _same(func, rule, meta or (), args)) and None not in same:
             return Same(same, structure, None)
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         if kernel and _torch.is_custom(func):
             raise needs_fake(func)
         return _unruled(func, specs, args, kwargs)
-    same = _same(rule, meta, args) if written is None else ()
+    same = _same(func, rule, meta, args) if written is None else ()
     if same and None not in same:
         return Same(same, structure, None)
     if written is not None:
@@ -357,10 +357,14 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     return plan if all(i is None for i in same) else Same(same, structure, plan)
 
 
-def _same(rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """Return which operand each result is, for all calls that a plan is for: in-place functions see to that themselves."""
+def _same(func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:
+    """Return which operand each result is, for all calls that a plan is for.
+
+    In-place functions see to that themselves, and functions of this library may give their operand in another layout.
+    """
     free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
-    return (None,) * len(results) if rule.inplace or free else operands_among(results)
+    ours = (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
+    return (None,) * len(results) if rule.inplace or free or ours else operands_among(results)
 
 
 def _freeze(
