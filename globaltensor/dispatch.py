@@ -23,7 +23,7 @@ from .moved import MovedView
 from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, promote, replaced, tensors_in
-from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of, spellings_of
+from .rules import RULES, Arg, Choice, Op, Range, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
@@ -104,13 +104,18 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
         found = _missed(func, args, kwargs or {}, key if isinstance(miss, KeyError) else None)
-    if not found.direct:
-        return found.run(func, args, kwargs or {})
-    if kwargs:
-        kwargs = {k: v._local if type(v) is GlobalTensor else v for k, v in kwargs.items()}
-        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **kwargs)
-    else:
-        out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args])
+    try:
+        if not found.direct:
+            return found.run(func, args, kwargs or {})
+        if kwargs:
+            local_kwargs = {k: v._local if type(v) is GlobalTensor else v for k, v in kwargs.items()}
+            out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args], **local_kwargs)
+        else:
+            out = (found.function or func)(*[a._local if type(a) is GlobalTensor else a for a in args])
+    except (IndexError, RuntimeError) as error:
+        if (alone := plans.as_on_one_device(error, func, args, kwargs or {})) is not None:
+            raise alone from None
+        raise
     wrapped = _make(GlobalTensor, found.shape) if found.usual else _make(GlobalTensor, found.shape, dtype=found.dtype, device=found.device)
     wrapped._local = out
     wrapped._spec = found.out
@@ -352,9 +357,20 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if stored is not None:
         choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
     plan = _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    ranges = _cut_indices(plan, op)
+    if ranges:
+        plan = plans.Guarded(plan, ranges)
     if isinstance(plan, Writing) and written is not None:
         plan.writes, plan.returns = written
     return plan if all(i is None for i in same) else Same(same, structure, plan)
+
+
+def _cut_indices(plan: Plan, op: Op) -> list[tuple[int, Range]]:
+    """Return the operands that are indices, that every rank has whole, and of which each rank's kernel will see a part."""
+    if not isinstance(plan, Boxed) or _torch.recording.on or not op.ranges:
+        return []
+    cut = [i for i in op.ranges if plan.routes[i] is not None and all(e.is_broadcast for e in plan.src[i].layout)]
+    return [(i, op.ranges[i]) for i in cut]
 
 
 def _same(func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:

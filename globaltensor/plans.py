@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 
-from . import sharded
+from . import _torch, sharded
 from .bodies import recalled
 from .boxing import box, log, plan
 from .boxing.autograd import NOTHING
 from .distributed.world import placeholder, world
-from .errors import InplaceError
+from .errors import GlobalTensorError, InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
 from .placement import Placement
 from .reducer import watch
-from .rules import RULES
+from .rules import RULES, Range
 from .sbp import broadcast
 from .spec import Spec
 from .strides import note
@@ -25,12 +27,13 @@ from .visible import apply
 from .wrapper import GlobalTensor, refuse_transforms
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "elsewhere",
-    "inplace_error", "name_of", "promote", "replaced", "shared", "tensors_in", "wrapped_whole",
+    "Answer", "Boxed", "Guarded", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
+    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "promote", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
 _PLACE = torch.empty(0)  # stands where a tensor stood
+_MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
 
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes). Set by globaltensor.draws.
 RANDOM: list[Callable[..., Any]] = []
@@ -102,6 +105,42 @@ def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
     found = tensors_in(kwargs, tensors_in(args, []))
     these = iter([t.item() if i and is_count(t) else t for i, t in enumerate(found)])
     return func(*replaced(args, these), **replaced(kwargs, these))
+
+
+# ---------------------------------------------------------------------------------------------------------------- indices out of range
+
+
+def as_on_one_device(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], locals_: Sequence[torch.Tensor] = ()) -> Exception | None:
+    """Return what PyTorch raises of a call on one device, where indices are out of range: a part has told it in the numbers of the part.
+
+    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is wrong can't be told here.
+    """
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    if isinstance(error, GlobalTensorError) or _torch.recording.on or not any(map(_may_be_index, tensors)):
+        return None
+    if sum(t.numel() for t in tensors) > _MOST_AGAIN or any(map(callable, (*args, *kwargs.values()))) or any(_torch.is_fake(t) for t in tensors):
+        return None
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.real_tensors()):
+                stack.enter_context(one)
+            these = iter([_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)])
+            warnings.simplefilter("ignore")
+            func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception as alone:
+        return alone
+    return None
+
+
+def _may_be_index(t: torch.Tensor) -> bool:
+    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
+
+
+def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an operand if this rank has the whole of it, else zeros of its shape."""
+    here = part._local if isinstance(part, GlobalTensor) else part
+    partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
+    return here.detach().cpu().clone() if here.shape == t.shape and not partial else torch.zeros(t.shape, dtype=t.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -207,6 +246,37 @@ class Same(Plan):
         return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
 
 
+class Guarded(Plan):
+    """Look at operands that are indices, and of which every rank has all, before each takes its part: so that all raise what is wrong, not its owner alone."""
+
+    __slots__ = ("inner", "ranges")
+
+    def __init__(self, inner: Plan, ranges: Sequence[tuple[int, Range]]) -> None:
+        super().__init__()
+        self.inner, self.ranges = inner, tuple(ranges)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        for i, allowed in self.ranges:
+            t = tensors[i]
+            check_range(t._local if isinstance(t, GlobalTensor) else t, allowed)
+        return self.inner.run(func, args, kwargs)
+
+
+def check_range(index: torch.Tensor, allowed: Range) -> None:
+    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its kernels do not wait for the numbers either."""
+    if index.device.type != "cpu" or not index.numel() or _torch.is_fake(index):
+        return
+    lowest, highest = torch.aminmax(index)
+    if lowest >= 0 and highest < allowed.n:
+        return
+    wrong = (index < 0) | (index >= allowed.n)
+    if allowed.besides is not None:
+        wrong = wrong & (index != allowed.besides)
+    if wrong.any():
+        raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))
+
+
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
@@ -258,10 +328,15 @@ class Boxed(Plan):
             these = iter(locals_)
             function = self.function or func
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
-            if self.coordinates is not None:
-                out = RANDOM[0](function, new_args, new_kwargs, self.coordinates)
-            else:
-                out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+            try:
+                if self.coordinates is not None:
+                    out = RANDOM[0](function, new_args, new_kwargs, self.coordinates)
+                else:
+                    out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+            except (IndexError, RuntimeError) as error:
+                if (alone := as_on_one_device(error, func, args, kwargs, locals_)) is not None:
+                    raise alone from None
+                raise
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
                 return written(tensors[0])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .._torch import take_along_wraps
-from .notation import Arg, Op, Split, align
+from .notation import Arg, Op, Range, Split, align
 from .parts import stand_in, unless_empty
 from .registry import RULES, Rule, rule
 from .views import each_spelling, identity
@@ -37,6 +37,11 @@ def picked(index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0)
     here = index - offset
     mine = (here >= 0) & (here < length)
     return torch.where(mine, here, torch.where((index >= 0) & (index < n), miss, n + 1)), mine
+
+
+def indices_of(x: Arg, d: int) -> Range:
+    """Return what indices into dim ``d`` may be."""
+    return Range(x.shape[d] if x.ndim else 1, RuntimeError, f"index {{}} is out of bounds for dimension {d} with size {x.shape[d] if x.ndim else 1}")
 
 
 def extended(x: torch.Tensor, d: int) -> torch.Tensor:
@@ -64,6 +69,7 @@ def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = Fal
     op.set(index, ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)] or [None] * index.ndim)
     op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
     op.linear, op.carries = [frozenset([input.index])], True
+    op.ranges[index.index] = indices_of(input, d)
     op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))  # gradients of global tensors are dense
 
 
@@ -139,6 +145,7 @@ def _into(op: Op, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool]
         op.reduce, op.addends = {"k": "sum"}, frozenset([input.index])
     else:
         op.whole.add("k")
+    op.ranges[index.index] = indices_of(input, d)
     op.local = _written(d, input.shape, name)
 
 
