@@ -29,7 +29,7 @@ from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, fitting, layout_on
 from .strides import turn
-from .trial import on_meta, operands_among
+from .trial import check_dtypes, on_meta, operands_among
 from .visible import SEEN, apply
 from .wrapper import GlobalTensor, Memory, kernel_message
 
@@ -322,6 +322,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         meta, structure = on_meta(func, specs, args, kwargs) if op.checked else (None, None)
         if (same := _same(func, rule, meta or (), args)) and None not in same:
             return Same(same, structure, None)
+        if meta is not None and not _is_ours(func):
+            check_dtypes(func, specs, args, kwargs)
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
@@ -334,6 +336,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     same = _same(func, rule, meta, args) if written is None else ()
     if same and None not in same:
         return Same(same, structure, None)
+    if op.local is not None and not _is_ours(func):
+        check_dtypes(func, specs, args, kwargs)
     if written is not None:
         keep_written_whole(op, written[0])
     if unknown:
@@ -379,8 +383,12 @@ def _same(func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[An
     In-place functions see to that themselves, and functions of this library may give their operand in another layout.
     """
     free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
-    ours = (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
-    return (None,) * len(results) if rule.inplace or free or ours else operands_among(results)
+    return (None,) * len(results) if rule.inplace or free or _is_ours(func) else operands_among(results)
+
+
+def _is_ours(func: Any) -> bool:
+    """Return True of a function of this library."""
+    return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
 
 
 def _freeze(

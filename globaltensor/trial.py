@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from .distributed.world import world
 from .plans import replaced, tensors_in
 from .spec import Spec
 
-__all__ = ["on_meta", "operands_among", "remembering"]
+__all__ = ["check_dtypes", "on_meta", "operands_among", "remembering"]
 
 _MOST = 1 << 20  # elements of operands that a call is tried with
+_MOST_TRIED = 1 << 16  # elements of operands whose dtypes are tried as they are
+_DTYPES = re.compile(r"dtype|scalar type|result type|Input type|data type|not implemented for|complex|integral|floating")
 _REMEMBERED = 1 << 13  # calls
 
 Found = tuple[list[torch.Tensor] | None, Any]
@@ -94,6 +97,29 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
         if id(t) in positions:
             t.operand = positions[id(t)]  # type: ignore[attr-defined]
     return results, out
+
+
+def check_dtypes(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what PyTorch's kernel for the CPU raises of operands of these dtypes: kernels for meta tensors, and functions that take its place, accept more.
+
+    The call is tried on zeros, of smaller shapes where the operands are large: other errors than those of dtypes say nothing then.
+    """
+    usual = {s.dtype for s in specs} in ({torch.float32}, {torch.float64})
+    if usual or _torch.any_autocast() or _torch.recording.on or any(s.placement.type != "cpu" for s in specs):
+        return
+    large = sum(s.numel for s in specs) > _MOST_TRIED
+    shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            # What draws must not move the stream of random numbers on.
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.real_tensors(), torch.random.fork_rng([])):
+                stack.enter_context(one)
+            these = iter([torch.zeros(shape, dtype=s.dtype) for shape, s in zip(shapes, specs, strict=True)])
+            warnings.simplefilter("ignore")
+            func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception as error:
+        if isinstance(error, NotImplementedError) or _DTYPES.search(str(error)):
+            raise
 
 
 def operands_among(results: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
