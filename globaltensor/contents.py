@@ -19,7 +19,7 @@ from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = ["laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
@@ -62,7 +62,7 @@ def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
     shown = like._spec.shown
     whole = Spec.make(value.shape, value.dtype, shown.placement, [broadcast] * shown.placement.axes)
     spec = whole.replace(layout=fitting(shown.layout, value.dim()))
-    return GlobalTensor.wrap(box(promote(value.detach(), whole), whole, spec, why=".data", alias=False), spec)
+    return GlobalTensor.wrap(box(promote(value, whole), whole, spec, why="a plain tensor laid out", alias=False), spec)
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
@@ -71,7 +71,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise SbpError(f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain one counts as the whole value, alike on every rank")
     if not isinstance(value, GlobalTensor):
-        value = laid_out_like(self, value)
+        value = laid_out_like(self, value.detach())
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
     sharded.forget()
@@ -118,7 +118,7 @@ def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) ->
         raise RuntimeError(f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}")
     if self.is_leaf and self.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation (set_)")
-    value = source.detach() if isinstance(source, GlobalTensor) else laid_out_like(self, source)
+    value = source.detach() if isinstance(source, GlobalTensor) else laid_out_like(self, source.detach())
     if value.shape == self.shape and value._spec is not self._spec:
         value = GlobalTensor.wrap(box(value._local, value._spec, self._spec, why="set_", alias=False), self._spec)
     set_data(self, value)

@@ -13,7 +13,7 @@ import torch
 
 from . import _torch, gradients, hooks, reducer, sharded
 from .boxing import box
-from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
+from .contents import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain
 from .distributed.world import placeholder, world
@@ -446,12 +446,20 @@ def install() -> None:
     hooks.install()
 
 
-def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``plain.to(global)`` and ``plain.type_as(global)``: only the dtype is taken over."""
+def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain.to(global)``: as in PyTorch the dtype alone is taken over."""
     if isinstance(args[0], GlobalTensor):
-        return getattr(GlobalTensor, func.__name__)(*args, **kwargs)
-    x, other = args[0], next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor))
-    return x.to(other.dtype)
+        return GlobalTensor.to(*args, **kwargs)
+    return args[0].to(next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor)).dtype)
+
+
+def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain.type_as(global)``: a global tensor as in OneFlow, of that dtype, placement and, where the shape allows it, sbp. The plain one, alike on every
+    rank, is the whole value."""
+    if isinstance(args[0], GlobalTensor):
+        return GlobalTensor.type_as(*args, **kwargs)
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return laid_out_like(other, args[0].to(other.dtype))
 
 
 def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -478,7 +486,7 @@ for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsquee
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[_torch.may_take_data] = _may_take_data
-HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
+HANDLERS[torch.Tensor.to], HANDLERS[torch.Tensor.type_as] = _plain_to, _plain_type_as
 for _name in METHODS:  # called by way of the class: torch.Tensor.float(x)
     if callable(METHODS[_name]) and callable(getattr(torch.Tensor, _name, None)) and _name not in PLAIN:
         HANDLERS.setdefault(getattr(torch.Tensor, _name), _method(_name))

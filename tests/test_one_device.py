@@ -463,3 +463,26 @@ def test_transforms_name_the_way_that_works() -> None:
         same(func.functional_call(layer, weights, (g,)), nn.functional.linear(rows, full(weights["weight"]), full(weights["bias"])))
         parts = flow.local_map(func.vmap(func.grad(lambda x: x.square().sum())), out_sbp=S(0), in_sbp=S(0))
         same(parts(g), rows * 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- type_as
+
+
+@on()
+def test_a_plain_tensor_takes_the_type_of_a_global_one() -> None:
+    """OneFlow has it so; the shape is that of one device."""
+    for sbp in (B, S(0), S(1), P):
+        g = laid_out(values(4, 3), sbp)
+        for shape in ((4, 3), (5, 2), (3,), ()):
+            plain = values(*shape, seed=1).float().requires_grad_()
+            x: Any = plain.type_as(g)
+            assert x.placement == g.placement
+            assert x.sbp == (sbp if not sbp.is_split or sbp.dim < len(shape) else B,)
+            assert x.dtype is torch.float64
+            same(x, plain.double())
+            (x * 3).sum().backward()
+            torch.testing.assert_close(plain.grad, torch.full(shape, 3.0))
+        assert not torch.ones(2).to(g).is_global  # type: ignore[attr-defined]
+        assert torch.ones(2).to(g).dtype is torch.float64
+        assert torch.ones(2).type_as(other=g).is_global  # type: ignore[call-arg, attr-defined]
+        assert g.type_as(torch.ones(2)).sbp == (sbp,)
