@@ -112,10 +112,60 @@ def twin_of_kernel(kernel: Any) -> Any:
 
 
 def kernel_writes(kernel: Any) -> bool:
-    """Whether a kernel writes into one of its arguments. A name without its overload tells by its ending."""
+    """Return True if a kernel writes into one of its arguments. A name without its overload tells by its ending."""
     if isinstance(kernel, torch._ops.OpOverloadPacket):
-        return kernel.__name__.endswith("_") or ("default" in kernel.overloads() and bool(kernel.default._schema.is_mutable))
+        overload = _only_overload(kernel)
+        return kernel.__name__.endswith("_") or (overload is not None and bool(overload._schema.is_mutable))
     return bool(kernel._schema.is_mutable)
+
+
+def _only_overload(packet: Any) -> Any:
+    """Return the overload that a packet stands for where nothing else says which: its only one, or the default one. None where there is no such."""
+    names = packet.overloads()
+    return getattr(packet, names[0]) if len(names) == 1 else packet.default if "default" in names else None
+
+
+def is_custom(kernel: Any) -> bool:
+    """Return True if a kernel is none of PyTorch's own: a program, or a library, has registered it (torch.library)."""
+    name = kernel._qualified_op_name if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel.name()
+    return name.partition("::")[0] not in ("aten", "prim", "prims")
+
+
+def written_arguments(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+    """Return (the arguments of a call that a kernel writes into, for each result which of them it is or None); None where overloads leave that open."""
+    overload = _only_overload(kernel) if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel
+    if overload is None:
+        return None
+    written: dict[str, Any] = {}  # by the name of the memory in the schema: Tensor(a!)
+    for i, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write and (i < len(args) or argument.name in kwargs):
+            memory = min(argument.alias_info.before_set, default=argument.name)  # a list has none
+            written[memory] = args[i] if i < len(args) else kwargs[argument.name]
+    returns = [None if r.alias_info is None else written.get(min(r.alias_info.before_set, default="")) for r in overload._schema.returns]
+    return list(written.values()), returns
+
+
+def spellings_of_operator(target: Any) -> list[Any]:
+    """Return every object by which an operator of the dispatcher is called, as PyTorch hands them to classes of tensors; none where ``target`` is no operator.
+
+    ``target``: what torch.library.custom_op and triton_op make, ``torch.ops.space.name``, one of its overloads, or "space::name".
+    """
+    if isinstance(target, str):
+        space, _, name = target.partition("::")
+        target = getattr(getattr(torch.ops, space), name, None) if name else None
+    elif isinstance(target, torch._library.custom_ops.CustomOpDef):
+        target = target._opoverload
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [target, *[getattr(target, overload) for overload in target.overloads()]]
+    if isinstance(target, torch._ops.OpOverload):
+        packet = target.overloadpacket
+        return [target, packet] if _only_overload(packet) is target else [target]
+    return []
+
+
+def lacks_fake(kernel: Any, error: BaseException) -> bool:
+    """Return True if an error says that a kernel of a program has no function for fake tensors, or none that tells the shape of its result."""
+    return is_kernel(kernel) and is_custom(kernel) and any(text in str(error) for text in ("fake impl", "data-dependent shape"))
 
 
 def has_flash_attention(q: Any, k: Any, v: Any) -> bool:
@@ -152,6 +202,9 @@ admits_nesting = torch._nested_tensor_from_mask_left_aligned
 #: What torch.meshgrid calls for one list of tensors, without asking them first.
 meshgrid_of_list = torch._VF.meshgrid
 
+#: What torch.atleast_1d, 2d and 3d call for one tensor or one list of them, without asking a list's tensors first.
+at_least = {n: [getattr(torch._VF, f"atleast_{n}d")] for n in (1, 2, 3)}
+
 #: What torch.stft and torch.lu call once they have looked at their arguments.
 stft, lu_with_info = torch._VF.stft, torch._lu_with_info
 #: g * v / |v|: what torch.nn.utils.weight_norm and its parametrization call; there is no public name.
@@ -167,6 +220,16 @@ batch_norm_kernel = torch._native_batch_norm_legit
 #: Kernels that torch's database of ops names: a softmax that gives zeros for rows without a finite element, and the backward of softmax.
 softmax_without_rows = [torch.ops.aten._safe_softmax, torch.ops.aten._safe_softmax.default]
 softmax_backward = [torch.ops.aten._softmax_backward_data, torch.ops.aten._softmax_backward_data.default]
+
+
+@functools.cache
+def take_along_wraps() -> bool:
+    """Return True if torch.take_along_dim counts indices beyond a dim round it (2.13) instead of refusing them."""
+    try:
+        torch.take_along_dim(torch.zeros(2), torch.tensor([-1]), 0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def default_store() -> Any:
@@ -292,9 +355,20 @@ unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
 foreach_norm = torch._foreach_norm
 
 
-def list_functions() -> list[Any]:
-    """The kernels over lists of tensors that torch.optim calls: they have no public names."""
-    return [getattr(torch, name) for name in dir(torch) if name.startswith(("_foreach_", "_fused_ad", "_fused_sgd", "_fused_rms"))]
+def list_functions() -> dict[Any, dict[str, bool]]:
+    """Return the kernels over lists of tensors that torch.optim calls, which have no public names.
+
+    Each has its lists by name: True where it writes into them.
+    """
+    found = {}
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")):
+            kernel = getattr(torch.ops.aten, name)
+            arguments = getattr(kernel, kernel.overloads()[0])._schema.arguments
+            lists = {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments if str(a.type) == "List[Tensor]"}
+            if lists:
+                found[getattr(torch, name)] = lists
+    return found
 
 
 def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
@@ -402,7 +476,7 @@ def tracing() -> Any:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
+    """Return True if a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -13,13 +13,14 @@ from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
+from .promote import promote
 from .sbp import broadcast, partial_sum
-from .spec import Spec
+from .spec import Spec, fitting
 from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["become_global", "become_plain", "check_can_become", "replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = ["become_global", "become_plain", "check_can_become", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
@@ -58,11 +59,24 @@ def data(self: GlobalTensor) -> GlobalTensor:
     return out
 
 
+def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
+    """Return a plain tensor, which counts as the whole value and the same on every rank, laid out as ``like``. A split of a dim that it has not is dropped.
+
+    Memory is shared with the plain tensor where ``like`` is broadcast.
+    """
+    shown = like._spec.shown
+    whole = Spec.make(value.shape, value.dtype, shown.placement, [broadcast] * shown.placement.axes)
+    spec = whole.replace(layout=fitting(shown.layout, value.dim()))
+    return GlobalTensor.wrap(box(promote(value, whole, "a plain tensor laid out"), whole, spec, why="a plain tensor laid out", alias=False), spec)
+
+
 def set_data(self: GlobalTensor, value: Any) -> None:
     """``x.data = y``: this tensor becomes y's value, placement and sbp included; a leaf stays the same leaf to its optimizer and keeps its gradient, which then
-    lies as y does and has its dtype."""
+    lies as y does and has its dtype. Of a plain y this tensor takes the value alone."""
+    if not isinstance(value, torch.Tensor):
+        raise SbpError(f"the .data of a global tensor must be a tensor, not {type(value).__name__}: a plain one counts as the whole value, alike on every rank")
     if not isinstance(value, GlobalTensor):
-        raise SbpError("the .data of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+        value = laid_out_like(self, value.detach())
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
     world().history((self._spec.shown.placement,)).record(b"set data" + self._spec.text + value._spec.text)
@@ -172,17 +186,17 @@ def resize_(self: GlobalTensor, *shape: Any, **kwargs: Any) -> GlobalTensor:
 
 
 def set_(self: GlobalTensor, source: Any = None, *where: Any, **options: Any) -> GlobalTensor:
-    """This tensor becomes ``source``, another global tensor. Its own sbp and placement stay where its shape does; memory is shared where both lie alike.
+    """This tensor becomes ``source``, another tensor. Its own sbp and placement stay where its shape does; memory is shared where both lie alike.
     A storage is one rank's: raises InplaceError."""
-    if not isinstance(source, GlobalTensor) or where or options:
+    if not isinstance(source, torch.Tensor) or where or options:
         raise InplaceError(
-            "set_ of a global tensor takes another global tensor: a storage is the memory of one rank's part. Where that is meant, work on x.to_local()"
+            "set_ of a global tensor takes another tensor: a storage is the memory of one rank's part. Where that is meant, work on x.to_local()"
         )
     if source.dtype is not self.dtype:
         raise RuntimeError(f"Could not set tensor of type {self.dtype} to a tensor of type {source.dtype}")
     if self.is_leaf and self.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation (set_)")
-    value = source.detach()
+    value = source.detach() if isinstance(source, GlobalTensor) else laid_out_like(self, source.detach())
     if value.shape == self.shape and value._spec is not self._spec:
         value = GlobalTensor.wrap(box(value._local, value._spec, self._spec, why="set_", alias=False), self._spec)
     set_data(self, value)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,21 +18,23 @@ from . import _torch, plans
 from .bodies import FORGOTTEN, apply_plainly, body_of
 from .boxing import box
 from .distributed.world import ON_FORGET, sent, world
-from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
+from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelError, PlacementError
 from .moved import MovedView
+from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
+from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
 from .promote import promote
-from .rules import RULES, Arg, Choice, Derived, Op, Rule, Split, choose, rule, rule_of
+from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, choose, rule_of, spellings_of
+from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
-from .spec import Spec, Stored, layout_on
+from .spec import Spec, Stored, fitting, layout_on
 from .strides import turn
-from .trial import on_meta
-from .visible import apply
+from .trial import check_dtypes, on_meta, operands_among
+from .visible import SEEN, apply
 from .wrapper import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
 
-__all__ = ["HANDLERS", "call", "fresh_plans", "into_plain", "lies_at", "record", "rule", "writes"]
+__all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "record", "rule", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -138,12 +142,17 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     found.record(found.digest)
     if numbers:
         found.record(numbers)
-    if not found.direct:
-        return found.run(func, args, kwargs or {})
-    if kwargs:
-        out = (found.function or func)(*values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()})
-    else:
-        out = (found.function or func)(*values)
+    try:
+        if not found.direct:
+            return found.run(func, args, kwargs or {})
+        if kwargs:
+            out = (found.function or func)(*values, **{k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()})
+        else:
+            out = (found.function or func)(*values)
+    except (IndexError, RuntimeError) as error:
+        if (alone := plans.as_on_one_device(error, func, args, kwargs or {})) is not None:
+            raise alone from None
+        raise
     wrapped = _make(SlottedGlobalTensor, found.shape) if found.usual else _make(SlottedGlobalTensor, found.shape, dtype=found.dtype, device=found.device)
     wrapped._local = out
     wrapped._spec = found.out
@@ -344,21 +353,28 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
     rule = rule_of(func, kwargs)
-    if rule is None and _torch.is_kernel(func):
-        rule = RULES.get(_torch.twin_of_kernel(func))
+    kernel, written = _torch.is_kernel(func), None
+    if kernel:
+        rule = rule or RULES.get(_torch.twin_of_kernel(func))
         if _torch.kernel_writes(func) and (rule is None or not rule.inplace):
-            raise KernelError(kernel_message(f"the kernel {func}, which writes into its arguments"))
-    if kwargs.get("out") is not None:
+            written = written_operands(func, args, kwargs)
+    if kwargs.get("out") is not None and written is None:
+        check_out(func, args, kwargs)
         return Through(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
     if any(isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors):
+        if written is not None:
+            raise PlacementError(f"{describe_call(func, tensors)}: an operator that writes into its arguments needs all of them on one placement")
         if _place_of_scalars(tensors) is None:
             return Through(lambda *a, **k: _met(func, a, k))
         return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
     specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
+    if rule is None and written is not None:
+        _warn_of(func)
+        return _on_whole(func, specs, written)
     if rule is None:
         return _unruled(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
@@ -379,17 +395,30 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         on_meta(func, specs, args, kwargs)
         raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
-        meta = on_meta(func, specs, args, kwargs)[0] if op.checked else None
+        meta, structure = on_meta(func, specs, args, kwargs) if op.checked else (None, None)
+        if (same := _same(func, rule, meta or (), args)) and None not in same:
+            return Same(same, structure, None)
+        if meta is not None and not _is_ours(func):
+            check_dtypes(func, specs, args, kwargs)
         cast = meta is not None and _torch.any_autocast() and not rule.inplace
         return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
-        return Whole(rule.name, specs, rule.inplace)
+        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
     meta, structure = on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
     if meta is None:
+        if kernel and _torch.is_custom(func):
+            raise needs_fake(func)
         return _unruled(func, specs, args, kwargs)
+    same = _same(func, rule, meta, args) if written is None else ()
+    if same and None not in same:
+        return Same(same, structure, None)
+    if op.local is not None and not _is_ours(func):
+        check_dtypes(func, specs, args, kwargs)
+    if written is not None:
+        keep_written_whole(op, written[0])
     if unknown:
         warnings.warn(f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on whole tensors", FallbackWarning, stacklevel=3)
-        return Whole(rule.name, specs, rule.inplace)
+        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
         outs, op.out = [taken[0]], [op.dims[0]]
@@ -398,7 +427,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if rule.inplace and outs[0].shape != specs[0].shape:
         return Whole(name_of(func), specs, True)  # which says why it cannot be
     choice = choose(op, outs, keep=0 if rule.inplace else None)
-    kind: type[Boxed] = Boxed
+    kind: type[Boxed] = Boxed if written is None else Writing
     if choice is None:
         if not any(e.is_partial for e in specs[0].layout):
             return Whole(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
@@ -407,7 +436,35 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             return Whole(name_of(func), specs, True)
     if stored is not None:
         choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
-    return _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    plan = _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    ranges = _cut_indices(plan, op)
+    if ranges:
+        plan = plans.Guarded(plan, ranges)
+    if isinstance(plan, Writing) and written is not None:
+        plan.writes, plan.returns = written
+    return plan if all(i is None for i in same) else Same(same, structure, plan)
+
+
+def _cut_indices(plan: Plan, op: Op) -> list[tuple[int, Range]]:
+    """Return the operands that are indices, that every rank has whole, and of which each rank's kernel will see a part."""
+    if not isinstance(plan, Boxed) or _torch.recording.on or not op.ranges:
+        return []
+    cut = [i for i in op.ranges if plan.routes[i] is not None and all(e.is_broadcast for e in plan.src[i].layout)]
+    return [(i, op.ranges[i]) for i in cut]
+
+
+def _same(func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[int | None, ...]:
+    """Return which operand each result is, for all calls that a plan is for.
+
+    In-place functions see to that themselves, and functions of this library may give their operand in another layout.
+    """
+    free = rule.scalars and any(isinstance(a, (int, float, complex)) for a in args)
+    return (None,) * len(results) if rule.inplace or free or _is_ours(func) else operands_among(results)
+
+
+def _is_ours(func: Any) -> bool:
+    """Return True of a function of this library."""
+    return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
 
 
 def _freeze(
@@ -490,6 +547,8 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
     def get(x: GlobalTensor) -> Any:
         value = func(x._local)
         if isinstance(value, torch.Tensor):
+            if value is x._local:
+                return x
             if value.shape != x._local.shape:
                 raise KernelError(f"the attribute {name_of(func)} of a global tensor is not known; use the method of the same meaning")
             return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
@@ -514,6 +573,23 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     meta, structure = on_meta(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
         return Answer(structure)
+    same = operands_among(meta or ())
+    if same and None not in same:
+        return Same(same, structure, None)
+    _warn_of(func)
+    return Whole(name, specs, inplace)
+
+
+def _on_whole(func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]) -> Plan:
+    """Return the plan for an operator that writes into its arguments, with every operand whole."""
+    plan = Writing.on_whole(name_of(func), specs)
+    plan.writes, plan.returns = written
+    return plan
+
+
+def _warn_of(func: Any) -> None:
+    """Warn once that a function has no rule."""
+    name = name_of(func)
     if name not in _WARNED:
         _WARNED.add(name)
         target = f"torch.ops.{func}" if _torch.is_kernel(func) else repr(name)
@@ -523,38 +599,120 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
             FallbackWarning,
             stacklevel=5,
         )
-    return Whole(name, specs, inplace)
 
 
 def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
+    """Run an in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
     target = args[0]
-    spec = Spec.make(target.shape, target.dtype, placement, [broadcast] * placement.axes)
     overwritten = name_of(func) in _OVERWRITING  # what it held before does not matter, or has never been written
-    mine = GlobalTensor.wrap(promote(target, spec, f"target of {name_of(func)}", checked=not overwritten).clone(), spec)
-    result = func(mine, *args[1:], **kwargs)
-    whole: Any = mine.to_global(sbp=[broadcast] * placement.axes)
+    stand_in = global_copy(target, placement, f"target of {name_of(func)}", checked=not overwritten)
+    result = func(stand_in, *args[1:], **kwargs)
+    copy_back(target, stand_in)
+    return target if result is stand_in else result
+
+
+def global_copy(plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True) -> GlobalTensor:
+    """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place. `copy_back` ends this."""
+    spec = Spec.make(plain.shape, plain.dtype, placement, [broadcast] * placement.axes)
+    return GlobalTensor.wrap(promote(plain, spec, purpose, checked=checked).clone(), spec)
+
+
+def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
+    """Copy the whole value of a global tensor into a plain one on every rank, those outside the placement included. Collective."""
+    placement = written.placement
+    whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
     value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
-    here, inside = world(), whole.placement.coordinate(world().rank) is not None
+    here, inside = world(), placement.coordinate(world().rank) is not None
     if here.size > len(placement.flat):  # ranks outside have the plain tensor as well, and no part in its gradient
-        told = apply(sent, (value.detach() if inside else torch.empty_like(target), placement.flat[0]), {})
-        value = value if inside else told
-    target.copy_(value)
-    return target if result is mine else result
+        sent_value = apply(sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {})
+        value = value if inside else sent_value
+    plain.copy_(value)
+
+
+def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what PyTorch raises of a call whose ``out=`` does not fit; InplaceError where a global ``out`` would have to change its shape."""
+    rest = {name: a for name, a in kwargs.items() if name != "out"}
+    operands, targets = tensors_in(rest, tensors_in(args, [])), tensors_in(kwargs["out"], [])
+    where = next(t._spec.shown.placement for t in (*operands, *targets) if isinstance(t, GlobalTensor))
+
+    def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
+        return [Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes) for t in tensors]
+
+    results = on_meta(func, specs_of(operands), args, rest)[0]
+    if results is None:
+        return
+    for target, result in zip(targets, results, strict=False):
+        if isinstance(target, GlobalTensor):
+            if target.numel() and target.shape != result.shape:
+                raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(result.shape)}: give a global tensor of that shape")
+            if not torch.can_cast(result.dtype, target.dtype):
+                name = name_of(func)
+                raise InplaceError(f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which can't be cast to it: give a wider one")
+    given = {name: a for name, a in kwargs.items() if name != "device"}  # the meta device's, for this
+    on_meta(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
 
 
 def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out=``: compute, then copy into the given tensors, in their layout."""
-    targets = kwargs.pop("out")
+    """Compute, then copy into the tensors given as ``out``: into global ones in their layout, into plain ones the whole result on every rank."""
+    targets = tensors_in(kwargs.pop("out"), [])
     result = func(*args, **kwargs)
-    for target, value in zip(tensors_in(targets, []), tensors_in(result, []), strict=True):
+    values = tensors_in(result, [])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *targets)):
+        raise RuntimeError(
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad."
+        )
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            _put(target, value)
+    return replaced(result, iter(targets))
+
+
+def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a result into a tensor given as ``out``, which takes the result's shape as PyTorch has it."""
+    if target.shape != value.shape:
+        if target.numel():
+            warnings.warn(
+                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match the required output shape "
+                f"{list(value.shape)}. This behavior is deprecated: give a tensor of that shape, or one of 0 elements",
+                UserWarning,
+                stacklevel=4,
+            )
         if isinstance(target, GlobalTensor):
-            if target.shape != value.shape:
-                raise InplaceError(f"out= has shape {list(target.shape)}, but the result has shape {list(value.shape)}: give a global tensor of that shape")
-            if not torch.can_cast(value.dtype, target.dtype):
-                raise InplaceError(f"out= of {name_of(func)} has {target.dtype}, but the result has {value.dtype}, which can't be cast to it: give a wider one")
-            with torch.no_grad():
-                target.copy_(value)
+            target.data = target.new_empty(value.shape, placement=target.placement, sbp=fitting(target.sbp, value.dim()))
         else:
-            raise InplaceError(f"out= of {name_of(func)} must be a global tensor where an input is one; got a plain tensor. Use the returned value instead")
-    return targets
+            target.resize_(value.shape)
+    if isinstance(target, GlobalTensor) or not isinstance(value, GlobalTensor):
+        target.copy_(value)
+    else:
+        copy_back(target, value)
+
+
+@functools.wraps(declare_rule)
+def rule(*args: Any, **kwargs: Any) -> Any:
+    target = kwargs["target"] if "target" in kwargs else args[0]
+    for one in target if isinstance(target, (list, tuple)) else [target]:
+        check_target(one)
+    return declare_rule(*args, **kwargs)
+
+
+def check_target(target: Any) -> None:
+    """Raise GlobalTensorError of what a rule would never be found for."""
+    if isinstance(target, str):
+        if not spellings_of(target):
+            raise GlobalTensorError(f"rule: neither a function of torch nor an operator has the name {target!r}; name an operator of your own 'space::name'")
+    elif isinstance(target, type) or (isinstance(target, types.FunctionType) and not _asks_classes(target)):
+        raise GlobalTensorError(
+            f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on global tensors as it stands: a rule for it would never be "
+            "found. Rules are for torch's functions and for operators (torch.library.custom_op); globaltensor.local_map runs a function of your own on parts"
+        )
+
+
+def _asks_classes(function: Any) -> bool:
+    """Return True if a Python function asks the classes of its tensors whether they override it."""
+    while function is not None:
+        if (getattr(function, "__module__", None) or "").startswith("torch") or function in SEEN:
+            return True
+        if isinstance(function, types.FunctionType) and any("torch_function" in name for name in function.__code__.co_names):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

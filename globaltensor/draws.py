@@ -396,6 +396,9 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if size != out.shape:
             raise InplaceError(f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global tensor of that shape")
         return out.normal_(mean, std, generator=generator)
+    if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
+        ones = [torch.ones((), dtype=v.dtype) if isinstance(v, Tensor) else v for v in (mean, std)]
+        torch.normal(*ones, generator=torch.Generator())  # which torch's kernel refuses, in most dtypes
     like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
     spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
     with torch.no_grad():

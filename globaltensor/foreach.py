@@ -10,7 +10,7 @@ import torch
 
 from . import _torch
 from .boxing import box
-from .dispatch import HANDLERS, record
+from .dispatch import HANDLERS, copy_back, global_copy, record
 from .distributed.world import placeholder, world
 from .moved import aliased, shown_elsewhere, written
 from .placement import Placement
@@ -18,9 +18,14 @@ from .plans import bring_together, name_of
 from .promote import promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
+from .trial import on_meta
 from .wrapper import GlobalTensor
 
 __all__ = ["foreach", "foreach_norm"]
+
+
+#: The kernels over lists, each with the names of its lists, and which of these it writes into.
+KERNELS = _torch.list_functions()
 
 
 def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
@@ -28,18 +33,26 @@ def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element over the lists: what stands at index i of each list is brought to the layout of the first list's tensor."""
+    """Run a kernel over lists, element by element: what stands at index i of each list is brought to the layout of the first list's tensor."""
     name = name_of(func)
     writes = name.endswith("_")
-    first = _lists(args)[0]
+    if kwargs:
+        args, kwargs = _positional(func, args, kwargs)
+    lists = _lists((*args, *kwargs.values()) if kwargs else args)
+    first = lists[0]
     _record(name, args, kwargs, first)
-    if writes and any(_apart(name, t) for t in first):
-        return _one_by_one(func, args, kwargs, first)
+    for other in lists:
+        if len(other) != len(first):
+            raise RuntimeError(f"Tensor lists must have the same number of tensors, got {len(first)} and {len(other)}")
     if writes:
+        if any(_apart(name, t) for t in first):
+            return _one_by_one(func, args, kwargs, first)
         _writable(name, first)
-    columns = zip(*(li for li in _lists(args) if len(li) == len(first)), strict=True)
-    owner = [next((x for x in column if isinstance(x, GlobalTensor)), None) for column in columns]
-    specs = [None if t is None else _target(t._spec, writes) for t in owner]
+    # One number for all, such as a clipping factor.
+    factor = next((a for a in (*args, *kwargs.values()) if isinstance(a, GlobalTensor)), None)
+    specs = [_column_spec(column, factor, writes) for column in zip(*lists, strict=True)]
+    if writes and (elsewhere := _elsewhere(func, args, kwargs, specs)):
+        return _into_copies(func, args, kwargs, elsewhere, specs)
     rank = world().rank
     mine = [i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None]
     places = list(dict.fromkeys(s.placement for s in specs if s is not None))
@@ -48,7 +61,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(a, (list, tuple)) and len(a) == len(first) and a and isinstance(a[0], torch.Tensor):
             parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
             return parts if len(mine) == len(parts) else [parts[i] for i in mine]
-        if isinstance(a, GlobalTensor):  # one number for all, such as a clipping factor
+        if isinstance(a, GlobalTensor):
             there = [(p, box(a._local, a._spec, a._spec.replace(placement=p, layout=[broadcast] * p.axes), why=name)) for p in places]
             return next((part for p, part in there if rank in p._coordinates), a._local)
         if isinstance(a, (list, tuple)) and len(a) == len(first) and len(mine) < len(first):
@@ -73,6 +86,45 @@ def _record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Seq
         record(f"{name} {len(first)} {numbers!r}", target)
 
 
+def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move lists that were given by name to their positions."""
+    for name in list(KERNELS[func])[len(args) :]:
+        if name not in kwargs:
+            break
+        args, kwargs = (*args, kwargs[name]), {k: v for k, v in kwargs.items() if k != name}
+    return args, kwargs
+
+
+def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> list[tuple[int, int]]:
+    """Return (list, element) of each tensor that is written into and does not lie as its column does, a plain one among global ones first of all."""
+    found = []
+    for k, (name, writes) in enumerate(KERNELS[func].items()):
+        if not writes or k >= len(args) or (name == "grads" and kwargs.get("grad_scale") is None):  # gradients are written into where they are unscaled
+            continue
+        for i, (t, spec) in enumerate(zip(args[k], specs, strict=False)):
+            if isinstance(t, GlobalTensor):
+                if k and t._spec is not spec and t.dim():
+                    found.append((k, i))
+            elif spec is not None and (k == 0 or t.dim()):  # a step counter, 0-dim in a later list, is every rank's own
+                found.append((k, i))
+    return found
+
+
+def _into_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], elsewhere: Sequence[tuple[int, int]], specs: Sequence[Any]) -> Any:
+    """Run the kernel on copies that lie as their columns do, and copy these back. Afterwards every rank has the whole result in a plain tensor."""
+    lists: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in args]
+    for k, i in elsewhere:
+        t, spec = args[k][i], specs[i]
+        lists[k][i] = t.to_global(placement=spec.placement, sbp=spec.layout) if isinstance(t, GlobalTensor) else global_copy(t, spec.placement, name_of(func))
+    func(*lists, **kwargs)
+    for k, i in elsewhere:
+        if isinstance(args[k][i], GlobalTensor):
+            args[k][i].copy_(lists[k][i])
+        else:
+            copy_back(args[k][i], lists[k][i])
+    return args[0]
+
+
 def _apart(name: str, t: torch.Tensor) -> bool:
     """Whether what is written into lies as parts of a sum and has to stay so: the user has said so, or another tensor shows the same parts."""
     if not name.startswith("_foreach_") or name == "_foreach_zero_" or not isinstance(t, GlobalTensor):
@@ -80,20 +132,29 @@ def _apart(name: str, t: torch.Tensor) -> bool:
     return any(e.is_partial for e in t._spec.layout) and (t._pinned or aliased(t) or shown_elsewhere(t) or (t._local.is_leaf and t._local.requires_grad))
 
 
+#: Names that the kernels have for what their methods call otherwise.
+NAMES = {"scalars": "value", "weights": "weight", "tensors1": "end"}
+
+
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]) -> Any:
     """Those that have to stay parts of a sum by the method of the same name, which knows what is linear; the others together."""
-    name = name_of(func)
-    method = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
-    ordinary = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)  # of the few that have no method which writes
-    alone = [i for i, t in enumerate(first) if _apart(name, t)]
+    name = name_of(func).removeprefix("_foreach_")
+    method = getattr(torch.Tensor, name, None)
+    ordinary = getattr(torch, name.removesuffix("_"), None)  # of the few that have no method which writes
+    alone = [i for i, t in enumerate(first) if _apart(name_of(func), t)]
     together = [i for i in range(len(first)) if i not in alone]
+    if name in ("addcmul_", "addcdiv_") and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
 
     def picked(a: Any, which: list[int]) -> Any:
-        return [a[i] for i in which] if isinstance(a, (list, tuple)) and len(a) == len(first) else a
+        each = isinstance(a, (list, tuple)) or (isinstance(a, torch.Tensor) and a.dim() == 1)
+        return [a[i] for i in which] if each and len(a) == len(first) else a
 
     for i in alone:
-        target, *others = [a[i] if isinstance(a, (list, tuple)) and len(a) == len(first) else a for a in args]
-        named = {k: picked(v, [i])[0] if isinstance(v, (list, tuple)) and len(v) == len(first) else v for k, v in kwargs.items()}
+        target, *others = [picked(a, [i])[0] if picked(a, [i]) is not a else a for a in args]
+        named = {NAMES.get(k, k): picked(v, [i])[0] if picked(v, [i]) is not v else v for k, v in kwargs.items()}
+        if isinstance(named.get("value"), torch.Tensor):
+            named["value"] = named["value"].item()
         if method is not None:
             method(target, *others, **named)
         else:
@@ -110,21 +171,49 @@ def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
             bring_together(name, t)
 
 
-def _target(spec: Spec, writes: bool) -> Spec:
+def _column_spec(column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool) -> Spec | None:
+    """Return how the result lies of what stands at one index of each list: as the first global tensor there. None where all is plain."""
+    owner = next((t for t in column if isinstance(t, GlobalTensor)), factor)
+    if owner is None:
+        return None
+    spec = owner._spec
+    for t in column:
+        if not (isinstance(t, GlobalTensor) and t._spec is spec) and t.shape != spec.shape:
+            spec = _broadcast(column, spec, writes)
+            break
     if writes or not any(e.is_partial for e in spec.layout):
         return spec
     return spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
+
+
+def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec:
+    """Return the result's spec where operands have several shapes: the same where its shape is the result's, else broadcast. Raises torch's own error."""
+    shape = column[0].shape
+    for other in column[1:]:
+        pair = [spec.replace(shape=s, layout=[broadcast] * spec.placement.axes) for s in (shape, other.shape)]
+        found, _ = on_meta(torch.Tensor.add_ if writes else torch.add, pair, (column[0], other), {})
+        shape = found[0].shape  # type: ignore[index]
+    return spec if shape == spec.shape else spec.replace(shape=shape, layout=[broadcast] * spec.placement.axes)
+
+
+def _aligned(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
+    """Return how an operand of that shape lies so that its parts broadcast against those of ``spec``."""
+    if shape == spec.shape:
+        return spec.layout
+    more = spec.ndim - len(shape)
+    same = [e.is_split and e.dim >= more and shape[e.dim - more] == spec.shape[e.dim] for e in spec.layout]
+    return [Sbp("split", e.dim - more, e.unit) if s else broadcast for e, s in zip(spec.layout, same, strict=True)]
 
 
 def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     if isinstance(t, GlobalTensor):
         if spec is None or t._spec is spec:
             return t._local
-        return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=spec.layout) if t.dim() else t._spec.replicated(), why=name)
+        return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=_aligned(t.shape, spec)), why=name)
     if spec is None or t.dim() == 0:  # a step counter
         return t
     whole = Spec.make(t.shape, t.dtype, spec.placement, [broadcast] * spec.placement.axes)
-    return box(promote(t, whole, name), whole, whole.replace(layout=spec.layout), why=name)
+    return box(promote(t, whole, name), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:
@@ -147,7 +236,8 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     if (order not in (math.inf, -math.inf) and order <= 0) or not all(isinstance(t, GlobalTensor) for t in tensors):
-        return [torch.linalg.vector_norm(t, order) for t in tensors]
+        dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+        return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
     kind = partial_max if order == math.inf else partial_min if order == -math.inf else partial_norm(order)
     specs = [t._spec.replace(layout=[broadcast if e.is_partial else e for e in t._spec.layout]) for t in tensors]
     rank = world().rank
@@ -197,5 +287,5 @@ def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[to
     return tuple(SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs) for column in zip(*lists, strict=True))
 
 
-for _function in _torch.list_functions():
+for _function in KERNELS:
     HANDLERS[_function] = foreach_norm if _function is _torch.foreach_norm else singly if name_of(_function) in SINGLY else foreach

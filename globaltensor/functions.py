@@ -24,7 +24,7 @@ from .sbp import broadcast
 from .spec import Spec
 from .visible import shown
 from .watchers import Watcher
-from .wrapper import GlobalTensor
+from .wrapper import GlobalTensor, refuse_transforms
 
 __all__ = ["install"]
 
@@ -125,6 +125,7 @@ def _handed_on(grad: Any, home: Spec | torch.Size | None) -> Any:
 
 def _applied(function: Any, args: Sequence[Any]) -> Any:
     """``function.apply(*args)`` where some of ``args`` are global."""
+    refuse_transforms()
     placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
     grad = torch.is_grad_enabled()
     needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)

@@ -93,6 +93,11 @@ class MovedView(SlottedGlobalTensor):
     def _local(self, value: torch.Tensor) -> None:
         _KEPT.__set__(self, value)
 
+    def detach_origin(self) -> None:
+        """From now on neither it nor what it shows has gradients."""
+        source, taken, index, _ = self.__dict__["_origin"]
+        self.follow(self._local.detach(), (twin(source, detached=True), taken, index, False))
+
     def cut(self) -> None:
         """From now on it is a tensor by itself."""
         local = self._local

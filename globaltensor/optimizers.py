@@ -20,13 +20,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _torch
 from .boxing import box
 from .distributed.world import world
-from .errors import ShapeError
+from .errors import GlobalTensorError, ShapeError
 from .gradients import local_grad
 from .placement import Placement
 from .sbp import broadcast, partial_sum
@@ -525,6 +525,8 @@ def _record(optimizer: Optimizer) -> None:
 
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _record(optimizer)
+    if isinstance(optimizer, SparseAdam):
+        _refuse_sparse(optimizer)
     if type(optimizer) not in ELEMENTWISE or len(args) > 2 or _torch.watched_steps(optimizer):
         return None
     swap = _swaps.get(optimizer)
@@ -543,6 +545,16 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         loss = closure()
     swap.enter(optimizer)
     return args[:1], {"closure": lambda: loss}
+
+
+def _refuse_sparse(optimizer: SparseAdam) -> None:
+    """Raise GlobalTensorError where a parameter is global: its gradient is dense, and does not tell which rows were asked for."""
+    if any(isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"]):
+        raise GlobalTensorError(
+            f"{type(optimizer).__name__} got a global parameter: the gradient of a global tensor is dense, also of Embedding(sparse=True). "
+            "Use torch.optim.Adam (whose moments of rows that nobody has asked for decay as well), SGD or Adagrad (which take the same steps), "
+            "or leave the embedding a plain module"
+        )
 
 
 def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

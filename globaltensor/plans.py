@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 
-from . import sharded
+from . import _torch, sharded
 from .bodies import recalled
 from .boxing import box, log, plan
 from .boxing.autograd import NOTHING
 from .distributed.world import world
-from .errors import InplaceError
+from .errors import GlobalTensorError, InplaceError
 from .moved import MovedView, aliased, share, shown_elsewhere, touched, written
+from .placement import Placement
 from .promote import promote
-from .rules import RULES
+from .rules import RULES, Range
 from .sbp import broadcast
 from .spec import Spec
 from .strides import note
@@ -24,12 +27,13 @@ from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
-    "name_of", "replaced", "tensors_in",
+    "Answer", "Boxed", "Guarded", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
+    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
 _PLACE = torch.empty(0)  # stands where a tensor stood
+_MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
 
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes, placement). Set by globaltensor.draws.
 RANDOM: list[Callable[..., Any]] = []
@@ -101,6 +105,42 @@ def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
     found = tensors_in(kwargs, tensors_in(args, []))
     these = iter([t.item() if i and is_count(t) else t for i, t in enumerate(found)])
     return func(*replaced(args, these), **replaced(kwargs, these))
+
+
+# ---------------------------------------------------------------------------------------------------------------- indices out of range
+
+
+def as_on_one_device(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], locals_: Sequence[torch.Tensor] = ()) -> Exception | None:
+    """Return what PyTorch raises of a call on one device, where indices are out of range: a part has told it in the numbers of the part.
+
+    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is wrong can't be told here.
+    """
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    if isinstance(error, GlobalTensorError) or _torch.recording.on or not any(map(_may_be_index, tensors)):
+        return None
+    if sum(t.numel() for t in tensors) > _MOST_AGAIN or any(map(callable, (*args, *kwargs.values()))) or any(_torch.is_fake(t) for t in tensors):
+        return None
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.real_tensors()):
+                stack.enter_context(one)
+            these = iter([_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)])
+            warnings.simplefilter("ignore")
+            func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception as alone:
+        return alone
+    return None
+
+
+def _may_be_index(t: torch.Tensor) -> bool:
+    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
+
+
+def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an operand if this rank has the whole of it, else zeros of its shape."""
+    here = part._local if isinstance(part, GlobalTensor) else part
+    partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
+    return here.detach().cpu().clone() if here.shape == t.shape and not partial else torch.zeros(t.shape, dtype=t.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -197,6 +237,52 @@ class Through(Plan):
         return self.other(*args, **kwargs)
 
 
+class Same(Plan):
+    """Return operands themselves where the function does: results are numbered as `tensors_in` does. ``inner``: what gives the other results, if any."""
+
+    __slots__ = ("inner", "operands", "structure")
+
+    def __init__(self, operands: Sequence[int | None], structure: Any, inner: Plan | None) -> None:
+        super().__init__()
+        self.operands, self.structure, self.inner = operands, structure, inner
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        results = [None] * len(self.operands) if self.inner is None else tensors_in(self.inner.run(func, args, kwargs), [])
+        return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
+
+
+class Guarded(Plan):
+    """Look at operands that are indices, and of which every rank has all, before each takes its part: so that all raise what is wrong, not its owner alone."""
+
+    __slots__ = ("inner", "ranges")
+
+    def __init__(self, inner: Plan, ranges: Sequence[tuple[int, Range]]) -> None:
+        super().__init__()
+        self.inner, self.ranges = inner, tuple(ranges)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        for i, allowed in self.ranges:
+            t = tensors[i]
+            check_range(t._local if isinstance(t, GlobalTensor) else t, allowed)
+        return self.inner.run(func, args, kwargs)
+
+
+def check_range(index: torch.Tensor, allowed: Range) -> None:
+    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its kernels do not wait for the numbers either."""
+    if index.device.type != "cpu" or not index.numel() or _torch.is_fake(index):
+        return
+    lowest, highest = torch.aminmax(index)
+    if lowest >= 0 and highest < allowed.n:
+        return
+    wrong = (index < 0) | (index >= allowed.n)
+    if allowed.besides is not None:
+        wrong = wrong & (index != allowed.besides)
+    if wrong.any():
+        raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))
+
+
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
@@ -239,7 +325,7 @@ class Boxed(Plan):
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
                 RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, (), self.src[0].placement)
-            result = _elsewhere(self.outs, locals_)
+            result = elsewhere(self.outs, locals_)
             if self.inplace:
                 if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
                     tensors[0]._local = result[0]
@@ -248,10 +334,15 @@ class Boxed(Plan):
             these = iter(locals_)
             function = self.function or func
             new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
-            if self.coordinates is not None:
-                out = RANDOM[0](function, new_args, new_kwargs, self.coordinates, self.src[0].placement)
-            else:
-                out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+            try:
+                if self.coordinates is not None:
+                    out = RANDOM[0](function, new_args, new_kwargs, self.coordinates, self.src[0].placement)
+                else:
+                    out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+            except (IndexError, RuntimeError) as error:
+                if (alone := as_on_one_device(error, func, args, kwargs, locals_)) is not None:
+                    raise alone from None
+                raise
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
                 return written(tensors[0])
@@ -360,7 +451,7 @@ class Moved(Boxed):
             if not self.outside:
                 locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         if self.outside:
-            target._local = _elsewhere(self.outs, locals_)[0]
+            target._local = elsewhere(self.outs, locals_)[0]
         else:
             these = iter(locals_)
             (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
@@ -400,9 +491,7 @@ class Whole(Plan):
                     with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
                         tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
                     touched(tensors[i])
-        members = set(self.placement.flat)
-        if len(members) < world().size:
-            out = self._share(out, inner.outside, locals_)
+        out = shared(out, self.placement, inner.outside, locals_)
         if self.inplace:
             target = tensors[0]
             value = out if isinstance(out, torch.Tensor) else locals_[0]
@@ -415,18 +504,24 @@ class Whole(Plan):
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
             return written(target)
-        whole = [broadcast] * self.placement.axes
-        results = [(t, t._shape if inner.outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
-        return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, self.placement, whole)) for t, shape in results]))
+        return wrapped_whole(out, self.placement, inner.outside)
 
-    def _share(self, out: Any, outside: bool, locals_: list[torch.Tensor]) -> Any:
-        """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
-        everyone = world().comm(tuple(range(world().size)))
-        mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
-        told = everyone.all_gather_object(mine)[self.placement.flat[0]]
-        if not outside:
-            return out
-        return _materialise(told, locals_)
+
+def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
+    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
+    if len(placement.flat) == world().size:
+        return out
+    everyone = world().comm(tuple(range(world().size)))
+    mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+    told = everyone.all_gather_object(mine)[placement.flat[0]]
+    return _materialise(told, locals_) if outside else out
+
+
+def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
+    """Wrap what came out of whole operands, as `shared` gives it."""
+    whole = [broadcast] * placement.axes
+    results = [(t, t._shape if outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
+    return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, placement, whole)) for t, shape in results]))
 
 
 class _Shape:
@@ -438,7 +533,7 @@ class _Shape:
 
 def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
     if isinstance(told, _Shape):
-        out = _elsewhere([None], locals_, told.dtype)[0]
+        out = elsewhere([None], locals_, told.dtype)[0]
         out._shape = told.shape  # type: ignore[attr-defined]
         return out
     if isinstance(told, (tuple, list)):
@@ -462,7 +557,8 @@ class _Elsewhere(torch.autograd.Function):
         return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 
-def _elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return what a rank outside the placement holds of a call's results: nothing, tied to the operands where they have gradients."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype

@@ -15,6 +15,7 @@ from .placement import Placement
 from .reducer import watch
 from .spec import Spec
 from .user_code import caller_frame
+from .wrapper import refuse_transforms
 
 __all__ = ["check_replicated", "content_digest", "promote"]
 
@@ -33,14 +34,17 @@ class _ReplicatedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return box(grads[0], ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
+        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
+        return box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
 
 
 def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True) -> torch.Tensor:
     """Return the local tensor of a broadcast global one from a plain tensor among global ones. ``purpose`` says what it is used for, in errors.
 
-    Raises DivergenceError, on every rank, if ranks hold different values (`check_replicated`). Not ``checked``: where the values do not matter.
+    Raises DivergenceError, on every rank, if ranks hold different values (`check_replicated`), and KernelError inside a transform of torch.func. Not
+    ``checked``: where the values do not matter.
     """
+    refuse_transforms()
     graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
     if spec.placement.coordinate(here.rank) is None:
         nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)

@@ -147,8 +147,8 @@ class LeafGradient:
 
     def put(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient, in place where torch would."""
-        if self.value is None:
-            self.value = grad
+        if self.value is None:  # torch copies a gradient with a graph, too: nobody can detach a view in place
+            self.value = grad.clone() if grad.requires_grad and grad._is_view() else grad
         elif grad.requires_grad or self.value.requires_grad:
             self.value = self.value + grad
         else:
@@ -158,6 +158,8 @@ class LeafGradient:
         """What has come in up to now, reduced. Collective where something is pending."""
         if self.local.grad is not None:
             grad = self.take()
+            if grad.layout is not torch.strided:  # type: ignore[union-attr]
+                grad = grad.to_dense()  # type: ignore[union-attr]
             self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
@@ -455,6 +457,7 @@ class Reducer:
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
+                    grad = grad if grad.layout is torch.strided else grad.to_dense()
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
                     leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)

@@ -15,7 +15,7 @@ from .errors import SbpError
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
-__all__ = ["Spec", "Stored", "layout_on", "pieces"]
+__all__ = ["Spec", "Stored", "fitting", "layout_on", "pieces"]
 
 # setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
 _interning = threading.Lock()
@@ -24,6 +24,11 @@ _interning = threading.Lock()
 def layout_on(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
     """How what lies as ``layout`` is to lie on another placement: alike where that has as many axes, else whole on all its ranks."""
     return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
+
+
+def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
+    """Return the layout without splits of dims that a tensor of ``dims`` dims has not, and without partials other than sums, which admit no other values."""
+    return [broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e for e in layout]
 
 
 @lru_cache(maxsize=1 << 14)

@@ -12,7 +12,7 @@ from .distributed.world import world
 from .spec import Spec, nested
 from .wrapper import GlobalTensor
 
-__all__ = ["carry_note", "laid", "note", "stride", "turn"]
+__all__ = ["carry_note", "laid", "lies_in_order", "note", "stride", "turn"]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -63,6 +63,13 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
             step *= max(shape[d], 1) if steps[d] else 1
         out = tuple(steps)
     return out if dim is None else out[dim]
+
+
+def lies_in_order(x: GlobalTensor, memory_format: torch.memory_format) -> bool:
+    """Return True if a tensor lies so in memory. Where parts may not tell, the whole tensor, of which all ranks know the same, has to lie so too."""
+    if hidden(x._spec.plain) and not torch.empty_strided(x.shape, stride(x), device="meta").is_contiguous(memory_format=memory_format):
+        return False
+    return x._local.is_contiguous(memory_format=memory_format)
 
 
 def laid(x: GlobalTensor) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ import torch
 
 from . import _torch, gradients, hooks, memory, reducer, sharded
 from .boxing import box
-from .contents import data, requires_grad_, resize_, set_, set_data, set_requires_grad
+from .contents import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain, record
 from .distributed.world import placeholder, world
@@ -24,9 +24,9 @@ from .plans import admit_signs
 from .promote import promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
-from .strides import carry_note, stride
+from .strides import carry_note, lies_in_order, stride
 from .visible import apply, visible
-from .wrapper import SEEN_AS, GlobalTensor
+from .wrapper import SEEN_AS, GlobalTensor, refuse_transforms
 
 __all__ = ["GlobalTensor", "full", "install"]
 
@@ -79,9 +79,11 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     """
     if placement is None or sbp is None:
         missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
+        refuse_transforms()
         raise SbpError(f"to_global of a local tensor needs {missing}: x.to_global(placement=flow.placement(...), sbp=flow.sbp.split(0))")
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
+    refuse_transforms()
     _check_has_values(self, placement)
     spec = gather_specs(self, placement, layout, check_meta)
     world().history((placement,)).record(b"to_global" + spec.text)
@@ -241,7 +243,8 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
     """As torch's: a dtype, a device type ("cpu", "cuda": the placement's ranks stay), another tensor, or both."""
     if args and isinstance(args[0], type) and args[0] in SEEN_AS:
         return args[0](self)
-    copy, order = kwargs.pop("copy", False), kwargs.pop("memory_format", None)
+    switches = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
+    copy, order = kwargs.pop("copy", len(switches) > 1 and switches[1]), kwargs.pop("memory_format", None)
     kwargs.pop("non_blocking", None)
     out = self
     for a in (*args, *kwargs.values()):
@@ -261,7 +264,11 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
-    return lambda self, *args, **kwargs: _with_dtype(self, dtype)
+    def run(self: GlobalTensor, memory_format: Any = torch.preserve_format) -> GlobalTensor:
+        out = _with_dtype(self, dtype)
+        return out if memory_format is torch.preserve_format else out.contiguous(memory_format=memory_format)
+
+    return run
 
 
 def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -275,7 +282,16 @@ def detach(self: GlobalTensor) -> GlobalTensor:
 
 
 def detach_(self: GlobalTensor) -> GlobalTensor:
-    self._local.detach_()
+    """Take the tensor out of the graph.
+
+    Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged for one that is not.
+    """
+    if isinstance(self, MovedView):
+        self.detach_origin()
+    elif self._local._is_view():
+        self._local = self._local.detach()
+    else:
+        self._local.detach_()
     return self
 
 
@@ -287,10 +303,11 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
-    local = self._local.contiguous(memory_format=memory_format)
-    if local is self._local and not _torch.function_mode_on():  # strides may differ from rank to rank; what a recorder sees must not
+    """Return the tensor itself where it lies so in memory, else a copy that does."""
+    if lies_in_order(self, memory_format) and not _torch.function_mode_on():  # what a recorder sees must not depend on the rank
         return self
-    return GlobalTensor.wrap(local, self._spec)
+    local = self._local.contiguous(memory_format=memory_format)
+    return GlobalTensor.wrap(local.clone(memory_format=memory_format) if local is self._local else local, self._spec)
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
@@ -419,10 +436,20 @@ def install() -> None:
     memory.install()
 
 
-def _plain_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``plain.to(global)`` and ``plain.type_as(global)``: only the dtype is taken over."""
-    x, other = args[0], next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor))
-    return x.to(other.dtype)
+def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain.to(global)``: as in PyTorch the dtype alone is taken over."""
+    if isinstance(args[0], GlobalTensor):
+        return GlobalTensor.to(*args, **kwargs)
+    return args[0].to(next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, GlobalTensor)).dtype)
+
+
+def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``plain.type_as(global)``: a global tensor as in OneFlow, of that dtype, placement and, where the shape allows it, sbp. The plain one, alike on every
+    rank, is the whole value."""
+    if isinstance(args[0], GlobalTensor):
+        return GlobalTensor.type_as(*args, **kwargs)
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return laid_out_like(other, args[0].to(other.dtype))
 
 
 def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -450,7 +477,10 @@ HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(args[1].shape, **kwargs)
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[_torch.may_take_data] = _may_take_data
-HANDLERS[torch.Tensor.to] = HANDLERS[torch.Tensor.type_as] = _plain_cast
+HANDLERS[torch.Tensor.to], HANDLERS[torch.Tensor.type_as] = _plain_to, _plain_type_as
+for _name in METHODS:  # called by way of the class: torch.Tensor.float(x)
+    if callable(METHODS[_name]) and callable(getattr(torch.Tensor, _name, None)) and _name not in PLAIN:
+        HANDLERS.setdefault(getattr(torch.Tensor, _name), _method(_name))
 HANDLERS[torch.equal] = HANDLERS[torch.Tensor.equal] = lambda func, args, kwargs: args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
 HANDLERS[torch.allclose] = HANDLERS[torch.Tensor.allclose] = lambda func, args, kwargs: bool(torch.isclose(*args, **kwargs).all())
 HANDLERS[torch.is_floating_point] = lambda func, args, kwargs: args[0].dtype.is_floating_point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from .distributed.world import world
 from .plans import replaced, tensors_in
 from .spec import Spec
 
-__all__ = ["on_meta", "remembering"]
+__all__ = ["check_dtypes", "on_meta", "operands_among", "remembering"]
 
 _MOST = 1 << 20  # elements of operands that a call is tried with
+_MOST_TRIED = 1 << 16  # elements of operands whose dtypes are tried as they are
+_DTYPES = re.compile(r"dtype|scalar type|result type|Input type|data type|not implemented for|complex|integral|floating")
 _REMEMBERED = 1 << 13  # calls
 
 Found = tuple[list[torch.Tensor] | None, Any]
@@ -78,15 +81,50 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
                 stack.enter_context(one)
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
-            out = func(*replaced(args, these), **replaced(kwargs, these))
+            given = replaced((args, kwargs), these)
+            out = func(*given[0], **given[1])
     except (RuntimeError, AssertionError) as error:
-        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):  # no such kernel; or the result depends on values
+        # There is no such kernel; or the result depends on values.
+        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error) or _torch.lacks_fake(func, error):
             return None, None
         tried, own = _alone(func, specs, args, kwargs)
         if tried and own is None and isinstance(error, AssertionError):
             return None, None  # the kernel for meta tensors takes less; where it refuses in words, the other may not look (attention: as many keys as values)
         raise own or (RuntimeError(str(error)) if isinstance(error, AssertionError) else error) from None
-    return tensors_in(out, []), out
+    results = tensors_in(out, [])
+    positions = {id(t): i for i, t in enumerate(tensors_in(given[1], tensors_in(given[0], [])))}
+    for t in results:
+        if id(t) in positions:
+            t.operand = positions[id(t)]  # type: ignore[attr-defined]
+    return results, out
+
+
+def check_dtypes(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what PyTorch's kernel for the CPU raises of operands of these dtypes: kernels for meta tensors, and functions that take its place, accept more.
+
+    The call is tried on zeros, of smaller shapes where the operands are large: other errors than those of dtypes say nothing then.
+    """
+    usual = {s.dtype for s in specs} in ({torch.float32}, {torch.float64})
+    if usual or _torch.any_autocast() or _torch.recording.on or any(s.placement.type != "cpu" for s in specs):
+        return
+    large = sum(s.numel for s in specs) > _MOST_TRIED
+    shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            # What draws must not move the stream of random numbers on.
+            for one in (torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.real_tensors(), torch.random.fork_rng([])):
+                stack.enter_context(one)
+            these = iter([torch.zeros(shape, dtype=s.dtype) for shape, s in zip(shapes, specs, strict=True)])
+            warnings.simplefilter("ignore")
+            func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception as error:
+        if isinstance(error, NotImplementedError) or _DTYPES.search(str(error)):
+            raise
+
+
+def operands_among(results: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+    """Return for each tensor that `on_meta` gave the position of the operand that it is, if the function returns that itself."""
+    return tuple(t.__dict__.get("operand") for t in results)
 
 
 def _alone(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Exception | None]:

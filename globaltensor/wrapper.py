@@ -13,7 +13,7 @@ from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec, Stored
 
-__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "GlobalTensor", "Memory", "SlottedGlobalTensor"]
+__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "GlobalTensor", "Memory", "SlottedGlobalTensor", "kernel_message", "refuse_transforms"]
 
 #: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
@@ -172,3 +172,9 @@ def kernel_message(where: object) -> str:
         f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
         "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
     )
+
+
+def refuse_transforms() -> None:
+    """Raise KernelError inside a transform of torch.func: its tensors stand for others, and have no memory to send."""
+    if _torch.transforming():
+        raise KernelError(kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)"))

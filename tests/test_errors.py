@@ -298,9 +298,9 @@ def foreach_on_partial_sums() -> None:
     torch._foreach_sqrt_([ones(P), ones(P)])
 
 
-@row(errors.InplaceError, "out= of add must be a global tensor", "returned value")
-def plain_out() -> None:
-    torch.add(ones(), ones(), out=torch.empty(4, 4))
+@row(RuntimeError, "result type Float can't be cast to the desired output type Long")
+def plain_out_of_a_narrower_dtype() -> None:
+    torch.add(ones(), 1.5, out=torch.empty(4, 4, dtype=torch.int64))
 
 
 @row(errors.InplaceError, "out= of add has torch.int64", "the result has torch.float32")
@@ -469,9 +469,9 @@ def sbp_of_a_plain_tensor() -> None:
     _ = torch.ones(2).sbp
 
 
-@row(errors.SbpError, ".data of a global tensor must be a global tensor")
-def plain_data() -> None:
-    ones().data = torch.ones(4, 4)
+@row(errors.SbpError, ".data of a global tensor must be a tensor, not list")
+def a_list_for_data() -> None:
+    ones().data = [1.0, 2.0]  # type: ignore[assignment]
 
 
 @row(errors.GlobalTensorError, "moves by device type, not to one device (cuda:5)", "x.to('cuda')")

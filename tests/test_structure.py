@@ -14,7 +14,7 @@ import globaltensor
 
 ROOT = Path(globaltensor.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 700
+MOST_LINES = 750
 
 # Lowest first. A room may import rooms of earlier layers, and its own files. A file of the package's top folder is a room; so is each folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules", "reducer"),
     ("sharded", "profiling", "promote"),
     ("plans",),
-    ("trial",),
+    ("trial", "operators"),
     ("dispatch",),
     ("replicas",),
     ("gradients", "hooks", "convert", "draws", "functions"),

@@ -17,6 +17,7 @@ from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
 from ..spec import Spec
 from ..visible import shown
+from ..wrapper import refuse_transforms
 from .execute import run
 from .log import Boxing, current_logs, watch
 from .planner import Plan, plan
@@ -36,6 +37,7 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         return local
     if function_mode_on():
         return shown(box, local, src, dst, grad, why, alias)  # type: ignore[no-any-return]
+    refuse_transforms()
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
@@ -132,6 +134,8 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         route, why = ctx.route, f"backward of {ctx.why or 'to_global'}"
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         here, there = route.dst.dual(), route.src.dual()
         kept = ctx.saved_tensors  # (before anything is sent)
         if torch.is_grad_enabled() and _crosses(route):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ def _conv(space: int, transposed: bool) -> None:
     def describe(op: Op, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
+        if bias is not None and weight.ndim == space + 2:
+            _check_bias(weight.shape, bias.shape, weight.shape[1] * groups if transposed else weight.shape[0], transposed)
         lead: Dims = ("n",) if x.ndim == space + 2 else ()
         at = len(lead)
         room = _room(op, x, at + 1)
@@ -174,6 +176,15 @@ def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], 
         return _added(out, bias, len(padding))
 
     return run
+
+
+def _check_bias(weight: Sequence[int], bias: Sequence[int], outputs: int, transposed: bool) -> None:
+    """Raise what torch's kernels raise of a bias of another shape; those for meta tensors take it."""
+    if tuple(bias) != (outputs,):
+        raise RuntimeError(
+            f"Given {'transposed=1, ' if transposed else ''}weight of size {list(weight)}, expected bias to be 1-dimensional with {outputs} elements, "
+            f"but got bias of size {list(bias)} instead"
+        )
 
 
 def _added(out: Tensor, bias: Tensor | None, space: int) -> Tensor:

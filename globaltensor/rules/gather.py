@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._torch import take_along_wraps
 from ..errors import FormError
-from .notation import Arg, Op, Split, align
+from .notation import Arg, Op, Range, Split, align
 from .parts import stand_in, unless_empty
 from .registry import RULES, Rule, rule
 from .views import each_spelling, identity
@@ -37,6 +38,11 @@ def picked(index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0)
     here = index - offset
     mine = (here >= 0) & (here < length)
     return torch.where(mine, here, torch.where((index >= 0) & (index < n), miss, n + 1)), mine
+
+
+def indices_of(x: Arg, d: int) -> Range:
+    """Return what indices into dim ``d`` may be."""
+    return Range(x.shape[d] if x.ndim else 1, RuntimeError, f"index {{}} is out of bounds for dimension {d} with size {x.shape[d] if x.ndim else 1}")
 
 
 def extended(x: torch.Tensor, d: int) -> torch.Tensor:
@@ -64,7 +70,8 @@ def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = Fal
     op.set(index, ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)] or [None] * index.ndim)
     op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
     op.linear, op.carries = [frozenset([input.index])], True
-    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i, sparse_grad=sparse_grad))
+    op.ranges[index.index] = indices_of(input, d)
+    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))  # gradients of global tensors are dense
 
 
 @rule("index_select")
@@ -103,7 +110,8 @@ def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligne
 
 @rule("take")
 def _take(op: Op, input: Arg, index: Arg) -> None:
-    op.composite = lambda input, index: input.flatten()[index]
+    # In a row, since one number as an index would give a view.
+    op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
 
 
 @rule("take_along_dim")
@@ -115,6 +123,8 @@ def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return input.flatten().gather(0, indices.flatten())
     d = dim % input.ndim
+    if take_along_wraps() and input.shape[d]:
+        indices = indices.remainder(input.shape[d])
     shape = [max(a, b) if min(a, b) else 0 for a, b in zip(input.shape, indices.shape, strict=True)]
     x = input.expand([input.shape[k] if k == d else n for k, n in enumerate(shape)])
     return x.gather(d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)]))
@@ -136,6 +146,7 @@ def _into(op: Op, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool]
         op.reduce, op.addends = {"k": "sum"}, frozenset([input.index])
     else:
         op.whole.add("k")
+    op.ranges[index.index] = indices_of(input, d)
     op.local = _written(d, input.shape, name)
 
 
@@ -290,6 +301,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
+    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for: the values are the same."""
     if max_norm is not None:
         op.compose(_embedding_of_bounded_rows)
         return
@@ -297,6 +309,7 @@ def _embedding(
     op.out = [(*ids, "width")]
     if scale_grad_by_freq:  # it counts all ids
         op.out = [(None,) * (input.ndim + 1)]
+        op.local = lambda split: lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding_idx, scale_grad_by_freq=True)
         return
     op.set(input, ids)
     op.set(weight, ("rows", "width"))
@@ -306,19 +319,19 @@ def _embedding(
 
     def local(split: Split) -> Local:
         if not split.is_split("rows"):
-            return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding, sparse=sparse)
+            return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding)
         offset, length = split.box("rows")
 
         def run(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             here, mine = picked(input, n, offset, length)
             own_padding = padding - offset if padding is not None and offset <= padding < offset + length else None
-            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding, sparse=sparse))
+            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding))
 
         return run
 
     op.local = local
-    if not sparse:  # on a GPU the kernel's backward writes where it must not if the rows have no elements
-        op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
+    # On a GPU the kernel's backward writes where it must not if the rows have no elements.
+    op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
 
 
 @rule([torch.embedding])
@@ -346,7 +359,12 @@ def _embedding_bag(
         for a in op.args[2:]:
             op.set(a, ("bags", None))
     op.linear = [frozenset([weight.index])] if mode != "max" else []
-    op.local = unless_empty(op, F.embedding_bag)
+    op.local = unless_empty(op, _dense_bags)
+
+
+def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call F.embedding_bag, whose argument 7 asks for a sparse gradient, for a dense one."""
+    return F.embedding_bag(*args[:7], *([False] if len(args) > 7 else []), *args[8:], **{k: v for k, v in kwargs.items() if k != "sparse"})
 
 
 def _embedding_of_bounded_rows(

@@ -427,7 +427,11 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
     def describe(op: Op, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
         if accumulate and any(i is None for i in indices):
             raise FormError("accumulate=True with a dim that no index is for")
-        op.composite = function
+        given = [i for i in indices if i is not None]
+        dims = input.ndim - sum(i.ndim if _is_mask(i) else 1 for i in given) + max((1 if _is_mask(i) else i.ndim for i in given), default=0)
+        if isinstance(values, Arg) and values.ndim > dims:  # assignment to x[...] drops leading dims of size 1
+            raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to an indexing result of {dims} dims")
+        op.compose(function)
 
     return describe
 

@@ -16,7 +16,7 @@ from .._torch import function_mode_on, is_fake
 from ..bodies import body_of
 from ..wrapper import GlobalTensor
 from .extremum import extremum, settled
-from .notation import Arg, Dims, Op, Split, align
+from .notation import Arg, Dims, Op, Range, Split, align
 from .parts import register, split_in, unless_empty
 from .quotient import Count, Quotient
 from .registry import UNSEEING, composite, rule
@@ -210,7 +210,7 @@ def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
             # this as one step; stand-ins then have no numbers.
             seen = index.device.type == "cpu" and index.numel() and (function_mode_on() or not is_fake(index))
             if seen and not 0 <= int(index.min()) <= int(index.max()) < classes:
-                raise IndexError(f"Target out of bounds: classes go from 0 to {classes - 1}, but targets from {int(index.min())} to {int(index.max())}")
+                raise IndexError(f"Target {int(index[(index < 0) | (index >= classes)][0])} is out of bounds.")
             return _pick_here(x, index, dim, offset)
 
         return run
@@ -236,6 +236,8 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
             if tuple(weight.shape) != (x.shape[at],):  # torch's kernels say so, but not those for meta tensors
                 raise RuntimeError(f"weight tensor should be defined either for all {x.shape[at]} classes or no classes, but has shape {list(weight.shape)}")
             op.set(weight, (at,))
+        if not soft:
+            op.ranges[target.index] = _classes_of(x.shape[at], call["ignore_index"])
         if not soft and target.dtype not in (torch.int64, torch.uint8):
             raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
         if target.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
@@ -255,6 +257,11 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
         _reduce(op, function, each, [x.shape[d] for d in each], call, read)
 
     register(function, describe)
+
+
+def _classes_of(n: int, ignored: int) -> Range:
+    """Return what targets may be."""
+    return Range(n, IndexError, "Target {} is out of bounds.", ignored)
 
 
 def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -297,6 +304,8 @@ def _sum_of_kept(op: Op, x: Arg, target: Arg, weight: Arg | None, *args: Any, **
     each = tuple(n for n in names if n != at)
     op.set(x, names)
     op.set(target, each)
+    if not target.dtype.is_floating_point:
+        op.ranges[target.index] = _classes_of(x.shape[at], kwargs.get("ignore_index", args[1] if len(args) > 1 else -100))
     op.out, op.whole, op.reduce = [()], {at}, dict.fromkeys(each, "sum")
 
 

@@ -181,6 +181,9 @@ def _batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
+    for name, p in (("running_mean", running_mean), ("running_var", running_var)):
+        if p is not None and p.ndim != 1:  # torch's kernels say so, those for meta tensors count elements
+            raise RuntimeError(f"{name} should have one dim of {input.shape[1]} elements, not the shape {list(p.shape)}")
     if training and (split_in(input, others) or (running_mean is not None and input.is_split(1)) or _apart(running_mean, running_var)):
         op.compose(_split_batch_norm)
         return

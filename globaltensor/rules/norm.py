@@ -138,6 +138,9 @@ def _cosine_split(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> bool:
 @rule("cosine_similarity")
 def _cosine(op: Op, x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> None:
     names = _two(op, x1, x2)
+    if not names:  # two numbers
+        op.out = [()]
+        return
     at = _from_right(x1, x2, dim) % len(names)
     op.whole = {names[at]}
     op.out = [kept(names, (at,), False)]

@@ -89,6 +89,16 @@ class Split:
         return self.outs[i].local_shape(self.rank)
 
 
+@dataclass(frozen=True)
+class Range:
+    """The whole numbers that an operand may hold, from 0 to ``n - 1``, or ``besides``; what PyTorch raises of another, by ``text.format(number)``."""
+
+    n: int
+    error: type[Exception]
+    text: str
+    besides: int | None = None
+
+
 @dataclass
 class Op:
     """One call, described by its rule.
@@ -103,7 +113,7 @@ class Op:
     ``menu``: the signatures on an axis, where they are not just those that follow from the factors. ``traffic``: of a choice, the seconds for which
     ``local`` itself communicates. ``function``: the torch function called. ``random``: draws random numbers. ``view``: the result aliases operand 0.
     ``exchanges``: factors along which ``local``, where they are split, communicates with the other ranks of the factor: all of these must run it, and
-    its backward, in the same order.
+    its backward, in the same order. ``ranges``: of operands that are indices, what they may hold.
     """
 
     args: list[Arg]
@@ -124,6 +134,7 @@ class Op:
     menu: Callable[[int], Sequence[Signature]] | None = None
     traffic: Callable[[Any], float] | None = None
     exchanges: set[Factor] = field(default_factory=set)
+    ranges: dict[int, Range] = field(default_factory=dict)
     function: Any = None
 
     def __post_init__(self) -> None:

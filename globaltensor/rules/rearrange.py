@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._torch import meshgrid_of_list
+from .._torch import at_least, meshgrid_of_list
 from .cut import joins
 from .notation import Arg, Op, Split
 from .registry import rule
@@ -116,7 +116,7 @@ def _at_least_rule(n: int) -> None:
         found = tuple(_at_least(t, n) for t in tensors)
         return found[0] if len(found) == 1 else found
 
-    rule(f"atleast_{n}d")(lambda op, *tensors: setattr(op, "composite", run))
+    rule([getattr(torch, f"atleast_{n}d"), *at_least[n]])(lambda op, *tensors: setattr(op, "composite", run))
 
 
 for _n in (1, 2, 3):
@@ -134,9 +134,15 @@ def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
     def run(*tensors: Any) -> Any:
         these = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
         shape = torch.broadcast_shapes(*[t.shape for t in these])
-        return tuple(t.expand(shape) for t in these)
+        return tuple(t if t.shape == shape else t.expand(shape) for t in these)
 
     op.composite = run
+
+
+@rule("dequantize")
+def _dequantize(op: Op, input: Any) -> None:
+    """Describe what gives ordinary numbers as float32: no global tensor has others."""
+    op.composite = lambda input: input.float()
 
 
 @rule("cartesian_prod")

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from .._torch import spellings_of_operator
 from .notation import Arg, Op, align, parse
 
-__all__ = ["RULES", "UNSEEING", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of"]
+__all__ = ["RULES", "UNSEEING", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of", "spellings_of"]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
 SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
@@ -115,6 +116,14 @@ def spellings(name: str) -> list[tuple[Any, bool]]:
     return found
 
 
+def spellings_of(target: str | Callable[..., Any]) -> list[tuple[Any, bool]]:
+    """Return every function that a rule's target stands for, and whether it writes into its first operand."""
+    operators = spellings_of_operator(target)
+    if operators:
+        return [(operator, False) for operator in operators]
+    return spellings(target) if isinstance(target, str) else [(target, False)]
+
+
 def rule(
     target: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
     notation: str | None = None,
@@ -125,9 +134,9 @@ def rule(
 ) -> Any:
     """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``Op``.
 
-    ``target``: a torch function, or a name (all its spellings), or several. ``notation``: see ``notation.parse``; ``linear`` and ``addends``
-    are positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are captured again at their next call, so every rank
-    declares the same rules between the same calls.
+    ``target``: a torch function, or a name (all its spellings), an operator made with torch.library, or several. ``notation``: see ``notation.parse``;
+    ``linear`` and ``addends`` are positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are captured again at their next
+    call, so every rank declares the same rules between the same calls.
 
     >>> import torch
     >>> _ = rule(torch.chain_matmul, "m k, k n -> m n", linear=[[0], [1]])
@@ -136,7 +145,7 @@ def rule(
         text = notation
 
         def describe(op: Op, *args: Any, **kwargs: Any) -> None:
-            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg) or a is None]
+            operands = [o for a in (*args, *kwargs.values()) for o in (flatten_args(a) if a is not None else [None])]
             while operands and operands[-1] is None:
                 operands.pop()
             op.dims, op.out, op.whole = parse(text, operands)
@@ -149,8 +158,8 @@ def rule(
 
     def declare(describe: Callable[..., None]) -> Callable[..., None]:
         for t in [target] if isinstance(target, str) or callable(target) else target:
-            for f, inplace in spellings(t) if isinstance(t, str) else [(t, False)]:
-                RULES[f] = Rule(t if isinstance(t, str) else getattr(t, "__name__", str(t)), describe, scalars, inplace)
+            for f, inplace in spellings_of(t):
+                RULES[f] = Rule(t if isinstance(t, str) else getattr(f, "__name__", str(t)), describe, scalars, inplace)
         return describe
 
     return declare

@@ -36,9 +36,11 @@ def _moves(op: Op, x: Arg, places: dict[int, _Positions], rest: Callable[[Tensor
         whole = [d for d in places if d not in over]
 
         def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            out = input
             for step in steps:
-                input = step(input)
-            return rest(input, whole)
+                out = step(out)
+            out = rest(out, whole)
+            return out.clone() if out is input else out  # where nothing moves torch gives a copy too
 
         return run
 

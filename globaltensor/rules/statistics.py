@@ -127,7 +127,7 @@ def _histogram(op: Op, *args: Any, **kwargs: Any) -> None:
 
 def _histogram_by_counts(input: Tensor, bins: Any, *, range: Any = None, weight: Tensor | None = None, density: bool = False) -> Any:
     flat = input.flatten()
-    edges = bins if isinstance(bins, Tensor) else _edges(flat, bins, range)
+    edges = bins.clone() if isinstance(bins, Tensor) else _edges(flat, bins, range)
     counts = tallied(flat, [edges], weight if weight is None else weight.flatten())
     return torch.return_types.histogram((_as_density(counts, [edges]) if density else counts, edges))
 
@@ -138,6 +138,8 @@ def _histogramdd(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 def _histogramdd_by_counts(input: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False) -> Any:
+    if input.ndim < 2:
+        raise RuntimeError("torch.histogramdd: input tensor should have at least 2 dimensions")
     flat = input.reshape(-1, input.shape[-1])
     bins = [bins] * flat.shape[1] if isinstance(bins, int) else bins
     ranges = [None] * len(bins) if range is None else list(zip(range[::2], range[1::2], strict=True))

@@ -1,0 +1,362 @@
+"""Operators that programs make with torch.library: their rules under every spelling, without a function for fake tensors, writing into arguments."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bodies import Bodies, values
+from support.pool import run_on
+from torch import Tensor
+
+import globaltensor as flow
+from globaltensor.boxing import log
+from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import GlobalTensorError, PlacementError
+from globaltensor.rules import RULES
+from globaltensor.tensor import full
+
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+BODIES = Bodies()
+on = BODIES.on
+SPACE = "globaltensor_tests"
+lock = threading.Lock()
+known: dict[str, Any] = {}
+library = torch.library.Library(SPACE, "FRAGMENT")
+
+
+def on_processes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flow.errors.FallbackWarning)
+        BODIES.run()
+
+
+def test_on_processes() -> None:
+    run_on(2, on_processes)
+
+
+@pytest.fixture(autouse=True)
+def _rules() -> Iterator[None]:
+    before = dict(RULES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flow.errors.FallbackWarning)
+        yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def everywhere() -> Any:
+    return flow.placement.all("cpu")
+
+
+def laid_out(value: Tensor, sbp: Any, where: Any = None) -> Any:
+    where = where or everywhere()
+    return value.to_global(where, [B] * where.axes).to_global(sbp=sbp).detach().clone()  # type: ignore[attr-defined]
+
+
+def same(got: Any, want: Tensor) -> None:
+    torch.testing.assert_close(full(got) if got.is_global else got.detach(), want, rtol=1e-12, atol=1e-13)
+
+
+def once(name: str, make: Callable[[str], Any]) -> Any:
+    """Return the operator of a name, made by the first of the ranks that are threads of one process."""
+    with lock:
+        if name not in known:
+            known[name] = make(name)
+        return known[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def custom_op(name: str, made: Callable[..., Any] = torch.library.custom_op) -> Any:
+    op = made(f"{SPACE}::{name}", squared, mutates_args=())
+    if made is torch.library.custom_op:
+        op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+    return op
+
+
+def triton_op(name: str) -> Any:
+    return custom_op(name, torch.library.triton_op)
+
+
+def defined(name: str) -> Any:
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, squared, "CPU")
+    library._register_fake(name, torch.empty_like)
+    qualified = f"{SPACE}::{name}"
+    torch.library.register_autograd(
+        qualified, lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+    )
+    return getattr(getattr(torch.ops, SPACE), name)
+
+
+SPELLINGS: dict[str, Callable[[Any, str], Any]] = {
+    "itself": lambda op, name: op,
+    "packet": lambda op, name: getattr(getattr(torch.ops, SPACE), name),
+    "overload": lambda op, name: getattr(getattr(torch.ops, SPACE), name).default,
+    "name": lambda op, name: f"{SPACE}::{name}",
+}
+
+
+@on()
+def test_a_rule_is_found_under_every_spelling() -> None:
+    for make, declared in itertools.product((custom_op, triton_op, defined), SPELLINGS):
+        name = f"squared_{make.__name__}_{declared}"
+        op = once(name, make)
+        flow.rule(SPELLINGS[declared](op, name), "a b -> a b")
+        for called in ("itself", "packet", "overload"):
+            function = SPELLINGS[called](op, name)
+            for sbp in (S(0), S(1), B, P):
+                x = laid_out(values(5, 3), sbp).requires_grad_()
+                with flow.boxing_log() as seen:
+                    y = function(x)
+                assert y.sbp == (sbp,) if sbp is not P else y.sbp != (P,), (make, declared, called)
+                assert len(seen) == (sbp is P)
+                same(y, values(5, 3).square())
+                y.sum().backward()
+                same(x.grad, values(5, 3) * 2)
+
+
+def pair(x: Tensor, others: list[Tensor], scale: float = 2.0) -> tuple[Tensor, Tensor]:
+    return x * scale, others[0] @ others[1]
+
+
+def pair_op(name: str) -> Any:
+    op = torch.library.custom_op(f"{SPACE}::{name}", pair, mutates_args=())
+    op.register_fake(lambda x, others, scale=2.0: (torch.empty_like(x), others[0] @ others[1]))
+    return op
+
+
+@on()
+def test_operands_in_lists() -> None:
+    op = once("pair", pair_op)
+    flow.rule(op, "a b, a c, c d -> a b, a d", linear=[[0, 1]])
+    data = values(4, 3), values(4, 5), values(5, 2)
+    want = pair(data[0], [*data[1:]], 3.0)
+    for sbp, expected in ((S(0), (S(0), S(0))), (B, (B, B)), (P, (P, P))):
+        x, first = (laid_out(t, sbp) for t in data[:2])
+        got = op(x, [first, data[2]], scale=3.0)
+        assert tuple(g.sbp[0] for g in got) == expected
+        for g, w in zip(got, want, strict=True):
+            same(g, w)
+
+
+def test_targets_that_no_rule_is_found_for_are_refused() -> None:
+    with pytest.raises(GlobalTensorError, match="neither a function of torch nor an operator has the name 'nonesuch'"):
+        flow.rule("nonesuch", "a -> a")
+    with pytest.raises(GlobalTensorError, match="neither a function of torch nor an operator"):
+        flow.rule(f"{SPACE}::nonesuch", "a -> a")
+    for target in (squared, torch.nn.Linear, torch.autograd.Function):
+        with pytest.raises(GlobalTensorError, match=r"would never be found.*local_map"):
+            flow.rule(target, "a -> a")
+
+
+# ---------------------------------------------------------------------------------------------------------------- without fakes
+
+
+@torch.library.custom_op(f"{SPACE}::unfaked", mutates_args=())
+def unfaked(x: Tensor) -> Tensor:
+    return x * x
+
+
+@torch.library.custom_op(f"{SPACE}::places", mutates_args=())
+def places(x: Tensor) -> Tensor:
+    return x.flatten().nonzero()
+
+
+@places.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((torch.library.get_ctx().new_dynamic_size(), 1), dtype=torch.int64)
+
+
+@on()
+def test_operators_without_fakes_run_on_whole_tensors() -> None:
+    for sbp in (B, S(0), P):
+        same(unfaked(laid_out(values(5, 3), sbp)), values(5, 3).square())
+        same(places(laid_out(values(5, 3).relu(), sbp)), values(5, 3).relu().flatten().nonzero())
+
+
+def test_ranks_outside_know_what_came_out() -> None:
+    def on_ranks() -> None:
+        where = flow.placement("cpu", [0, 2])
+        same(unfaked(laid_out(values(5, 3), S(0), where)), values(5, 3).square())
+        same(places(laid_out(values(5, 3).relu(), S(0), where)), values(5, 3).relu().flatten().nonzero())
+
+    simulate(3, on_ranks)
+
+
+def test_the_rule_of_an_operator_without_a_fake_says_what_to_add() -> None:
+    flow.rule(unfaked, "a b -> a b")
+
+    def on_ranks() -> None:
+        with pytest.raises(GlobalTensorError, match=r"nobody knows the shape of its result.*register_fake.*local_map"):
+            unfaked(laid_out(values(5, 3), S(0)))
+
+    simulate(2, on_ranks)
+
+
+def test_a_graph_asks_for_a_fake() -> None:
+    class Step(flow.nn.Graph):
+        def build(self, x: Tensor) -> Tensor:
+            return unfaked(x)
+
+    with pytest.raises(RuntimeError, match="register_fake"):
+        Step()(values(5, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+@torch.library.custom_op(f"{SPACE}::add_into", mutates_args=("x",))
+def add_into(x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+    x.add_(y, alpha=scale)
+
+
+@torch.library.custom_op(f"{SPACE}::add_rows", mutates_args=("total",))
+def add_rows(x: Tensor, total: Tensor) -> Tensor:
+    total.add_(x.sum(0))
+    return x * 2
+
+
+@add_rows.register_fake
+def _(x: Tensor, total: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(f"{SPACE}::add_each", mutates_args=("xs",))
+def add_each(xs: list[Tensor], y: Tensor) -> None:
+    for x in xs:
+        x.add_(y)
+
+
+library.define("scale_(Tensor(a!) x, float by) -> Tensor(a!)")
+library.impl("scale_", lambda x, by: x.mul_(by), "CompositeExplicitAutograd")
+scale_ = getattr(torch.ops, SPACE).scale_
+KINDS = (None, B, S(0), S(1), P)
+
+
+def written(where: Any) -> None:
+    """Each operator, of plain tensors and of global ones, against itself on one device."""
+    layouts = [None, *[[e] * where.axes for e in KINDS[1:]]]
+    for a, b in itertools.product(layouts, repeat=2):
+        if a is b is None:
+            continue
+        x, y, total = values(4, 3), values(4, 3, seed=1), values(3, seed=2)
+        ours = [t.clone() if sbp is None else laid_out(t, sbp, where) for t, sbp in ((x, a), (y, b))]
+        assert add_into(*ours, scale=0.5) is None  # type: ignore[func-returns-value]
+        same(ours[0], x + 0.5 * y)
+        same(ours[1], y)
+        add_each([ours[0], ours[1]], ours[0] * 1)
+        same(ours[0], 2 * (x + 0.5 * y))
+        same(ours[1], y + x + 0.5 * y)
+        rows = total.clone() if b is None else laid_out(total, [e if e != S(1) else S(0) for e in b], where)
+        first = x.clone() if a is None else laid_out(x, a, where)
+        same(add_rows(first, rows), x * 2)
+        same(rows, total + x.sum(0))
+        if a is not None:
+            z = laid_out(x, a, where)
+            assert scale_(z, 3.0) is z
+            assert list(z.sbp) == a
+            same(z, x * 3)
+            base = laid_out(x, a, where)
+            row = base[1]
+            add_into(row, total)
+            want = x.clone()
+            want[1] += total
+            same(base, want)
+            same(row, want[1])
+            add_into(base, y)
+            same(row, want[1] + y[1])
+            leaf = laid_out(x, a, where).requires_grad_()
+            add_into(leaf, y)  # PyTorch lets operators write into leaves
+            same(leaf.detach(), x + y)
+            assert leaf.is_leaf
+
+
+@on()
+def test_what_operators_write_into_arguments() -> None:
+    written(everywhere())
+
+
+def test_what_operators_write_on_four_ranks() -> None:
+    simulate(4, lambda: written(flow.placement("cpu", [[0, 1], [2, 3]])))
+
+
+def test_ranks_outside_have_what_was_written_into_plain_tensors() -> None:
+    simulate(3, lambda: written(flow.placement("cpu", [0, 2])))
+
+
+def with_rules() -> None:
+    written(everywhere())
+    for sbp in (S(0), S(1), B):
+        x, y = laid_out(values(4, 3), sbp), laid_out(values(4, 3, seed=1), sbp)
+        with log.no_boxing():
+            add_into(x, y)
+            scale_(x, 2.0)
+        same(x, 2 * (values(4, 3) + values(4, 3, seed=1)))
+    columns, total = laid_out(values(4, 3), S(1)), laid_out(values(3, seed=2), S(0))
+    with log.no_boxing():
+        assert add_rows(columns, total).sbp == (S(1),)
+    same(total, values(3, seed=2) + values(4, 3).sum(0))
+    rows, total = laid_out(values(4, 3), S(0)), laid_out(values(3, seed=2), B)
+    add_rows(rows, total)  # each rank's rows alone would not do
+    same(total, values(3, seed=2) + values(4, 3).sum(0))
+
+
+def declare() -> None:
+    flow.rule(add_into, "a b, a b -> ", linear=[[0, 1]])
+    flow.rule(add_rows, "a b, b -> a b", linear=[[0, 1]])
+    flow.rule(scale_, "a b -> a b", linear=[[0]])
+
+
+def test_rules_of_operators_that_write() -> None:
+    declare()
+    simulate(2, with_rules)
+
+
+def declared_on_processes() -> None:
+    before = dict(RULES)
+    declare()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flow.errors.FallbackWarning)  # of operands that have not the dims of the rule
+        with_rules()
+    RULES.clear()
+    RULES.update(before)
+
+
+def test_rules_of_operators_that_write_on_processes() -> None:
+    run_on(2, declared_on_processes)
+
+
+@on()
+def test_a_graph_with_an_operator_that_writes() -> None:
+    class Step(flow.nn.Graph):
+        def build(self, x: Tensor) -> Tensor:
+            y = x * 1
+            add_into(y, x, 2.0)
+            return y * x
+
+    for sbp in (B, S(0), P):
+        graph = Step()
+        for seed in range(2):
+            same(graph(laid_out(values(4, 3, seed=seed), sbp)), values(4, 3, seed=seed).square() * 3)
+
+
+def test_arguments_of_several_placements_are_refused() -> None:
+    def on_ranks() -> None:
+        x, y = (laid_out(values(4, 3), S(0), flow.placement("cpu", [r])) for r in range(2))
+        with pytest.raises(PlacementError):
+            add_into(x, y)
+
+    simulate(2, on_ranks)

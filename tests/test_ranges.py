@@ -1,0 +1,154 @@
+"""Indices and classes out of range are told as one device tells them: in the numbers of the whole tensor, the same on all ranks that know the index."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import run_on
+from torch import Tensor
+
+import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
+from globaltensor.tensor import full
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+X, COLUMNS, ROWS = torch.arange(24.0).view(6, 4), torch.ones(6, 5), torch.ones(5, 4)
+NARROW = X[:, :2].clone()
+
+
+def indices(*shape: int, n: int, at: int, wrong: int) -> Tensor:
+    """Indices into a dim of ``n`` elements, the one at place ``at`` out of range."""
+    found = torch.arange(math.prod(shape)).view(shape) % n
+    found.view(-1)[at] = wrong
+    return found
+
+
+def written(x: Tensor, key: Any) -> Tensor:
+    x = x.clone()
+    x[key] = 1.0
+    return x
+
+
+Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
+
+
+def cases(at: int, wrong: int) -> Iterator[Case]:
+    """(name, function, operands). ``at``: where the wrong index stands, so that one rank alone would see it."""
+    rows, columns = indices(2, 4, n=6, at=at, wrong=wrong), indices(6, 2, n=4, at=at, wrong=wrong)
+    few, flat = indices(5, n=4, at=at, wrong=wrong), indices(5, n=24, at=at, wrong=wrong * 10)
+    classes, ids = indices(6, n=4, at=at, wrong=wrong), indices(3, 2, n=6, at=at, wrong=wrong)
+    yield "gather columns", lambda x, i: x.gather(1, i), (X, columns)
+    yield "gather rows", lambda x, i: torch.gather(x, 0, i), (X, rows)
+    yield "gather numbers", lambda x, i: x.gather(0, i), (X[:, 0].clone(), indices(3, n=6, at=at, wrong=wrong))
+    for dim in (0, 1):
+        yield f"index_select {dim}", lambda x, i, dim=dim: x.index_select(dim, i), (X, few)
+    yield "take_along_dim flat", lambda x, i: torch.take_along_dim(x, i), (X, flat)
+    yield "scatter rows", lambda x, i: x.scatter(0, i, 1.0), (X, rows)
+    yield "scatter", lambda x, i: x.scatter(1, i, 1.0), (X, columns)
+    yield "scatter in place", lambda x, i: x.clone().scatter_(1, i, 1.0), (X, columns)
+    yield "scatter a tensor", lambda x, i, s: x.scatter(1, i, s), (X, columns, NARROW)
+    yield "scatter_add", lambda x, i, s: x.scatter_add(1, i, s), (X, columns, NARROW)
+    yield "scatter_reduce", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), (X, columns, NARROW)
+    yield "index_add", lambda x, i, s: x.index_add(1, i, s), (X, few, COLUMNS)
+    yield "index_copy", lambda x, i, s: x.index_copy(1, i, s), (X, few, COLUMNS)
+    yield "index_fill", lambda x, i: x.index_fill(1, i, 2.0), (X, few)
+    yield "index_reduce", lambda x, i, s: x.index_reduce(1, i, s, "amax"), (X, few, COLUMNS)
+    yield "index_put", lambda x, i, s: x.index_put((i,), s, accumulate=True), (X, few, ROWS)
+    yield "take", lambda x, i: x.take(i), (X, flat)
+    yield "put", lambda x, i, s: x.put(i, s), (X, flat, torch.ones(5))
+    yield "embedding", lambda i, x: F.embedding(i, x), (ids, X)
+    yield "embedding_bag", lambda i, x: F.embedding_bag(i, x), (ids, X)
+    yield "rows", lambda x, i: x[i], (X, few)
+    yield "columns", lambda x, i: x[:, i], (X, few)
+    yield "elements", lambda x, i, j: x[i, j], (X, indices(4, n=6, at=at, wrong=wrong), torch.arange(4))
+    yield "write rows", lambda x, i: written(x, i), (X, few)
+    yield "write columns", lambda x, i: written(x, (slice(None), i)), (X, few)
+    yield "a row", lambda x: x[wrong], (X,)
+    yield "select", lambda x: x.select(1, wrong), (X,)
+    for reduction in ("mean", "sum", "none"):
+        yield f"cross_entropy {reduction}", lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r), (X, classes)
+        yield f"nll_loss {reduction}", lambda x, t, r=reduction: F.nll_loss(x, t, reduction=r), (X, classes)
+    yield "weighted cross_entropy", lambda x, t, w: F.cross_entropy(x, t, weight=w), (X, classes, torch.ones(4))
+    yield "smoothed cross_entropy", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (X, classes)
+    yield "multi_margin_loss", lambda x, t: F.multi_margin_loss(x, t), (X, classes)
+    yield "one_hot", lambda t, x: F.one_hot(t, 4) + x, (classes, X)
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        result = call()
+        return f"no error: {(full(result) if result.is_global else result).shape}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def layouts(operands: tuple[Tensor, ...]) -> Iterator[list[Any]]:
+    """Every mix of plain (None), broadcast and split operands; indices are whole."""
+    for sbp in itertools.product((None, B, S(0), S(1)), repeat=len(operands)):
+        pairs = [(s, t) for s, t in zip(sbp, operands, strict=True) if s is not None and s is not B]
+        if pairs and all(t.is_floating_point() and s.dim < t.ndim for s, t in pairs):
+            yield list(sbp)
+
+
+def on_ranks() -> list[str]:
+    everywhere, told = flow.placement.all("cpu"), []
+    for at, wrong in ((0, 9), (-1, -9)):
+        for name, function, operands in cases(at, wrong):
+            want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
+            assert "no error" not in want, name
+            for sbp in layouts(operands):
+                ours = [t.clone() if s is None else t.to_global(everywhere, B).to_global(sbp=s) for t, s in zip(operands, sbp, strict=True)]  # type: ignore[attr-defined]
+                got = said(lambda f=function, ts=ours: f(*ts))
+                assert got == want, (name, at, sbp)
+                told.append(got)
+    return told
+
+
+def test_every_rank_tells_it() -> None:
+    simulate(2, on_ranks)
+    first, other = run_on(2, on_ranks)
+    assert first == other
+    assert len(first) > 200
+
+
+def test_on_a_grid() -> None:
+    def on_grid() -> None:
+        grid, rows = flow.placement("cpu", [[0, 1], [2, 3]]), indices(3, 4, n=6, at=-1, wrong=6)
+        for sbp in ((S(0), S(0)), (S(0), S(1)), (B, S(0)), (S(1), B)):
+            x = X.to_global(grid, (B, B)).to_global(sbp=sbp)  # type: ignore[attr-defined]
+            for index in (rows, rows.to_global(grid, (B, B))):  # type: ignore[attr-defined]
+                with pytest.raises(RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"):
+                    torch.gather(x, 0, index)
+                with pytest.raises(RuntimeError, match="index 6 is out of bounds for dimension 0 with size 6"):
+                    x.scatter(0, index, 1.0)
+
+    simulate(4, on_grid)
+
+
+def test_right_indices_pass() -> None:
+    def on_two() -> None:
+        everywhere = flow.placement.all("cpu")
+        x = X.to_global(everywhere, B).to_global(sbp=S(0)).detach().requires_grad_()  # type: ignore[attr-defined]
+        target = torch.tensor([0, -100, 3, 1, -100, 2])
+        loss = F.cross_entropy(x, target, reduction="none")
+        torch.testing.assert_close(full(loss.detach()), F.cross_entropy(X, target, reduction="none"))
+        loss = F.nll_loss(x, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7)
+        torch.testing.assert_close(full(loss.detach()), F.nll_loss(X, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7))
+        torch.testing.assert_close(full(x[torch.tensor([-1, -6, 5])].detach()), X[torch.tensor([-1, -6, 5])])
+        with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+            F.nll_loss(x, torch.tensor([0, 7, 3, 1, 8, 2]), reduction="none", ignore_index=8)
+
+    simulate(2, on_two)
+    run_on(2, right_indices)
+
+
+def right_indices() -> None:
+    x = X.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    index = torch.arange(24).view(6, 4) % 4
+    torch.testing.assert_close(full(x.gather(1, index)), X.gather(1, index))
