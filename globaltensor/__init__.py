@@ -14,7 +14,9 @@ from . import borrowed as _borrowed
 from . import associative as _associative
 from . import tracebacks as _tracebacks
 from . import flex as _flex  # (wraps torch's when it is imported)
+from . import counted_once as _counted_once
 from . import savers as _savers
+from . import metrics as _metrics
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
@@ -48,6 +50,8 @@ _optimizers.install()
 _borrowed.install()
 _associative.install()
 _savers.install()
+_metrics.install()
+_counted_once.install()
 
 __version__ = "0.1.0"
 

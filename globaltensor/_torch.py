@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any
@@ -621,3 +622,29 @@ def _exporting(export: Any, held: Any) -> Any:
         return export(held(tensor), *args, **kwargs)
 
     return run
+
+
+def before_collectives(reads: Mapping[str, str], check: Callable[[str, Any, Any, Any], None]) -> None:
+    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed. ``reads``: name -> the argument that it reads.
+
+    These functions take plain tensors, of which nobody else is told. Names that were imported from torch.distributed before this keep the originals.
+    """
+
+    def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+        usual = {n: p.default for n, p in parameters.items()}
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = usual | dict(zip(parameters, args, strict=False)) | kwargs
+            check(name, given.get(reads[name]), given.get("op"), given.get("group"))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in reads:
+        original = getattr(torch.distributed, name)
+        wrapped = checked(name, original)
+        for home in (torch.distributed, torch.distributed.distributed_c10d):
+            if getattr(home, name, None) is original:
+                setattr(home, name, wrapped)

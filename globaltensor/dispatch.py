@@ -17,6 +17,7 @@ import torch
 from . import _torch, plans
 from .bodies import FORGOTTEN, apply_plainly, body_of
 from .boxing import box
+from .counted_once import note_replicated
 from .distributed.world import ON_FORGET, sent, world
 from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelError, PlacementError
 from .moved import MovedView
@@ -627,6 +628,7 @@ def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
         sent_value = apply(sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {})
         value = value if inside else sent_value
     plain.copy_(value)
+    note_replicated(plain)
 
 
 def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,6 +31,10 @@ class DivergenceError(WorldError):
     """Ranks that do different things: other operations, numbers or plain tensors."""
 
 
+class ReplicatedError(GlobalTensorError):
+    """A collective would add up over ranks what every rank holds whole."""
+
+
 class ScheduleError(GlobalTensorError):
     """A pipeline schedule that cannot exist, cannot be read or would not end."""
 

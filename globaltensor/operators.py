@@ -13,6 +13,7 @@ import torch
 
 from . import _torch
 from .boxing import box
+from .counted_once import note_replicated
 from .distributed.world import sent, world
 from .errors import GlobalTensorError, KernelError
 from .moved import MovedView, touched
@@ -94,8 +95,10 @@ class Writing(Boxed):
             for i in self.writes:
                 if i in copied:
                     self._copy_back(tensors[i], locals_[i], self.dst[i])
-                else:
+                elif isinstance(tensors[i], GlobalTensor):
                     touched(tensors[i])
+                else:
+                    note_replicated(tensors[i])
         if self.ruled:
             results = elsewhere(self.outs, locals_) if self.outside else tensors_in(out, [])
             made = replaced(self.structure, iter([GlobalTensor.wrap(r, s) for r, s in zip(results, self.outs, strict=True)]))  # type: ignore[arg-type]
@@ -120,6 +123,7 @@ class Writing(Boxed):
         if len(spec.placement.flat) < world().size:
             whole = apply(sent, (torch.empty_like(t) if self.outside else whole, spec.placement.flat[0]), {})
         t.copy_(whole)
+        note_replicated(t)
 
     def _with_arguments(self, made: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results with arguments of the call where these were returned."""

@@ -71,6 +71,8 @@ class GlobalTensor(torch.Tensor):
             return args[0].item()
         if (refuse := REFUSED.get(func)) is not None:
             refuse(args)
+        if func.namespace == "c10d":
+            raise KernelError(collective_message(func._opname))
         raise KernelError(kernel_message(f"the kernel {func}"))
 
     @property
@@ -171,6 +173,14 @@ def kernel_message(where: object) -> str:
     return (
         f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
         "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
+    )
+
+
+def collective_message(name: str) -> str:
+    return (
+        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it is one value on all ranks already, and nothing is left to gather or "
+        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, x.to_local() to send this rank's part alone; a metric of "
+        "torchmetrics that is fed global tensors is made with sync_on_compute=False"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..counted_once import ADDING, check_collective
 from ..errors import GlobalTensorError
 from ..wrapper import GlobalTensor
 from .agreement import Call, agree, enabled
@@ -120,6 +121,9 @@ class _Collective:
         if kwargs:
             refuse_global(self.name, kwargs.values())
         group = kwargs["group"] if "group" in kwargs else args[self.position] if len(args) > self.position else None
+        if self.name in ADDING:
+            bound = dict(zip(self.names, args, strict=False)) | kwargs
+            check_collective(self.name, bound.get(self.reads), bound.get("op"), group)
         config = here.backend if group is None else str(dist.get_backend_config(group)) if isinstance(group, dist.ProcessGroup) else ""
         if "gloo" not in config or len(args) > len(self.names):
             return self.function(*args, **kwargs)
