@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch.utils._pytree import tree_leaves
-
 from .late import when_imported
+from .plans import tensors_in
 from .wrapper import GlobalTensor
 
 __all__ = ["install"]
@@ -30,7 +29,7 @@ def _change(home: Any) -> None:
 
         @functools.wraps(inner)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            self.__dict__[_FED] = any(isinstance(a, GlobalTensor) for a in tree_leaves((args, kwargs)))
+            self.__dict__[_FED] = any(isinstance(t, GlobalTensor) for t in tensors_in((args, kwargs), []))
             return inner(*args, **kwargs)
 
         return noting

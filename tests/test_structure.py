@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch", "errors", "outputs", "buckets", "borrowed", "bodies"),
     ("flats",),
     ("visible",),
-    ("sbp", "placement", "tracebacks"),
+    ("sbp", "placement", "tracebacks", "counted_once"),
     ("spec", "owed"),
     ("wrapper",),
 
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trial", "operators"),
     ("dispatch",),
     ("replicas",),
-    ("gradients", "hooks", "convert", "draws", "functions"),
+    ("gradients", "hooks", "convert", "draws", "functions", "metrics"),
     ("contents", "memory"),
     ("pickling",),
     ("adapters", "optimizers", "scaling", "tensor", "local_map", "foreach", "creation", "modules", "moe", "pace", "show", "associative"),
