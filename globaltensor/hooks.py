@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from .boxing import box
+from .distributed.world import world
 from .errors import SbpError
 from .moved import share
 from .reducer import reducer, watch
@@ -37,8 +38,14 @@ def _given_back(grad: Any, dual: Spec | None) -> Any:
 def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> Any:
     """``hook(grad)`` when the gradient of this tensor is computed; ``grad`` is global, in the dual of the tensor's sbp. It may return another. Collective:
     every rank registers the same hooks in the same order. Returns a handle with ``remove()``. Raises SbpError where a hook returns a local tensor."""
+    _record("register_hook", self)
     watcher = Watcher(reducer().watchers)
     return _Handle(self._local.register_hook(_Hook(self, hook, watcher)), watcher)  # type: ignore[no-untyped-call]
+
+
+def _record(what: str, x: GlobalTensor) -> None:
+    """Note that this rank looks at gradients on their way, which changes how all ranks sum them."""
+    world().history((x._spec.shown.placement,)).record(what.encode() + x._spec.text)
 
 
 class _Hook:
@@ -135,6 +142,7 @@ def retain_grad(self: GlobalTensor) -> None:
     """Keep the gradient of a tensor that is no leaf: ``.grad`` shows it in the tensor's own sbp."""
     self._local.retain_grad()
     if not self._local.is_leaf:
+        _record("retain_grad", self)
         watch(self._local)
 
 
@@ -143,6 +151,7 @@ def grad_fn(self: GlobalTensor) -> Any:
     found = self._local.grad_fn
     if found is None:
         return None  # a module asks each tensor that becomes its parameter
+    _record("grad_fn", self)
     reducer().watchers.of_graph(found)
     node = self.__dict__.get("_node")
     return node if node is not None and node.node is found else found

@@ -85,6 +85,11 @@ class Watchers:
         self._then, self._since = self.begun, 0
         self._answer = send(bool(self.alive))
 
+    def doubt(self) -> None:
+        """Count one that is not there: ranks that have run different things may have counted differently, and the next answer tells what is so."""
+        self._answer = None
+        self.open += 1
+
     def of(self, local: torch.Tensor) -> None:
         """Begin one that lasts as long as the graph that has computed ``local``; of a leaf, as long as that requires grad."""
         held = local.__dict__ if local.grad_fn is None else local.grad_fn.metadata

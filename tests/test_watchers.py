@@ -382,3 +382,43 @@ def gathered(through: str) -> tuple[bool, bool]:
     handle.remove()
     step()  # whose buckets still are those of the pass before
     return between != before, step() == before
+
+
+def after_a_divergence() -> tuple[bool, list[bool]]:
+    """(whether the ranks have diverged, what is apart in later passes) where one rank alone has hooked into a leaf."""
+    flow.counts_ride()
+    for _ in range(2):
+        Task(False).step()
+    task, handle = Task(False), None
+    if flow.env.get_rank() == 0:
+        handle = task.weight.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
+    try:
+        task.step()
+        diverged = False
+    except flow.errors.DivergenceError:
+        diverged = True
+    if handle is not None:
+        handle.remove()
+    task.loss = None
+    del task
+    gc.collect()
+    found = []
+    for _ in range(6):
+        later = Task(False)
+        found.append(apart(later))
+        assert torch.allclose(torch.tensor(later.weight.grad.tolist(), dtype=torch.float64), gradient_alone())  # type: ignore[union-attr]
+    flow.counts_ride(False)
+    return diverged, found
+
+
+def gradient_alone() -> Tensor:
+    plain = Task(True)
+    plain.step()
+    return plain.weight.grad  # type: ignore[return-value]
+
+
+def test_ranks_that_have_diverged_agree_again(fresh_pool: Any) -> None:
+    first, second = fresh_pool(2).run(after_a_divergence)
+    assert first == second
+    assert first[0]
+    assert first[1][-2:] == [False, False]

@@ -86,6 +86,8 @@ class World(ABC):
         self.kind = self.plain = self.purpose = ""
         for comm in self._comms.values():
             comm.begin_digests()
+        if self.reducer is not None:
+            self.reducer.watchers.doubt()
         for forgotten in ON_FORGET:
             forgotten()
 
