@@ -23,8 +23,9 @@ from .wrapper import GlobalTensor
 __all__ = ["become_global", "become_plain", "check_can_become", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
-def set_requires_grad(self: GlobalTensor, value: bool) -> None:
-    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value."""
+def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False) -> None:
+    """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value. ``maybe_alone``:
+    other ranks may not be making it (a file that is read, a copy)."""
     if value and isinstance(self, MovedView) and self._local.is_leaf:
         self.cut()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
@@ -35,7 +36,7 @@ def set_requires_grad(self: GlobalTensor, value: bool) -> None:
     if not self._local.is_leaf:
         return
     if value:
-        reducer.attach(self)
+        reducer.attach(self, maybe_alone)
     else:
         reducer.detach(self)
 

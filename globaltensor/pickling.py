@@ -73,7 +73,7 @@ def remade(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: b
         out._is_param = True  # type: ignore[attr-defined]
     out._reduce_dtype = reduce_dtype
     if requires_grad:
-        set_requires_grad(out, True)
+        set_requires_grad(out, True, maybe_alone=True)
     return out
 
 

@@ -224,6 +224,7 @@ class Reducer:
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Sequence[torch.Tensor], Any, bool]] = []
         self.under_way: deque[tuple[list[LeafGradient], Any, torch.dtype]] = deque()  # buckets of shares
         self.finished: list[LeafGradient] = []
+        self.unwatched: list[tuple[torch.Tensor, torch.Tensor]] = []  # local leaves that are owed the factor as well, and what has come to them
         self.queued = False
         self.before: list[Callable[[], None]] = []
         self.owed: Owed | None = None  # what every gradient of the pass under way has yet to be multiplied by
@@ -424,7 +425,7 @@ class Reducer:
         """A backward pass has failed: what it had collected is dropped, so that the next one starts afresh."""
         self.queued = False
         self.buckets.drop()
-        self.before, self.sent, self.finished, self.alone = [], [], [], []
+        self.before, self.sent, self.finished, self.alone, self.unwatched = [], [], [], [], []
         self.under_way.clear()
         for planned in self.planned.values():
             for leaf in planned.came.values() if planned.open else ():
@@ -461,6 +462,9 @@ class Reducer:
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
                     leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)
+            for local, grad in self.unwatched:
+                if local.grad is not None and (factor := self.factor()) != 1:
+                    local.grad.add_(grad, alpha=factor - 1)
             for leaf in self.finished:
                 owner = leaf.owner() if leaf.hooks else None
                 if owner is not None:
@@ -542,15 +546,35 @@ def detach(leaf: GlobalTensor) -> None:
     end_of(leaf._local)
 
 
-def attach(leaf: GlobalTensor) -> None:
-    """A leaf now requires grad: watch for its contributions where other ranks hold some of them."""
+def _watch_from_first_gradient(local: torch.Tensor) -> None:
+    """Begin to watch a leaf that one rank alone may have made (read from a file, copied) when a gradient comes to it: this pass all ranks run. In the pass
+    itself the gradient is multiplied at the end by the factor that it may be owed (`Reducer.finish`)."""
+    here, of = reducer(), weakref.ref(local)
+
+    def begin(grad: torch.Tensor) -> None:
+        handle.remove()
+        if (leaf := of()) is not None:
+            if here.owed is not None:
+                if not here.queued:
+                    here.at_end()
+                here.unwatched.append((leaf, grad))
+            here.watchers.of(leaf)
+
+    handle = local.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def attach(leaf: GlobalTensor, maybe_alone: bool = False) -> None:
+    """A leaf now requires grad: watch for its contributions where other ranks hold some of them. ``maybe_alone``: other ranks may not have made it."""
     known, leaf._leaf = leaf._leaf, None
     if _torch.is_fake(leaf._local) and _torch.function_mode_on():
         return  # of a program: what comes to its leaves is told by it
     spec, number = leaf._spec, reducer().number()  # ranks outside the placement count too, and watch: all must agree
     shared = any(not e.is_split and spec.placement.shape[a] > 1 for a, e in enumerate(spec.layout))
     if not shared:
-        watch(leaf._local)
+        if maybe_alone and leaf._local.is_leaf:
+            _watch_from_first_gradient(leaf._local)
+        else:
+            watch(leaf._local)
         return
     here = reducer()
     here.everywhere = here.everywhere and len(spec.placement.flat) == world().size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -422,3 +424,39 @@ def test_ranks_that_have_diverged_agree_again(fresh_pool: Any) -> None:
     assert first == second
     assert first[0]
     assert first[1][-2:] == [False, False]
+
+
+def made_by_one_rank() -> tuple[list[bool], list[bool]]:
+    """What is apart in passes around which one rank alone copies leaves and reads them from memory, and in those in which all ranks use such a leaf, of which
+    each has a part that nobody sums."""
+    gc.collect()
+    flow.counts_ride()
+    value = torch.linspace(-1, 1, 14, dtype=torch.float64).view(7, 2)
+    leaf = torch.nn.Parameter(value.to_global(everyone(), B).to_global(sbp=S(1)))  # type: ignore[attr-defined]
+    data = pickle.dumps(leaf)
+    del leaf
+    for _ in range(4):
+        Task(False).step()
+    kept = []
+    before = []
+    for _ in range(3):
+        if flow.env.get_rank() == 1:
+            kept += [read := pickle.loads(data), copy.deepcopy(read)]
+        before.append(apart(Task(False)))
+    used = []
+    for i in range(5):
+        ours, plain, mine, alone = Task(False), Task(True), pickle.loads(data), value.clone().requires_grad_()
+        ours.x, plain.x = ours.x + (mine * 3).sum(), plain.x + (alone * 3).sum()
+        ours.x, plain.x = ours.x * mine.square().sum(), plain.x * alone.square().sum()
+        used.append(apart(ours))
+        plain.step()
+        assert torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad), i  # type: ignore[union-attr,arg-type]
+        assert torch.allclose(torch.tensor(mine.grad.tolist(), dtype=torch.float64), alone.grad), i  # type: ignore[arg-type]
+    flow.counts_ride(False)
+    return before, used
+
+
+def test_leaves_that_one_rank_alone_makes_change_nothing() -> None:
+    first, second = run_on(2, made_by_one_rank)
+    assert first == second
+    assert first[0] == [False] * 3
