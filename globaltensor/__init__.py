@@ -14,6 +14,7 @@ from . import borrowed as _borrowed
 from . import associative as _associative
 from . import tracebacks as _tracebacks
 from . import flex as _flex  # (wraps torch's when it is imported)
+from . import uncompiled as _uncompiled  # (keeps torch.compile away, when that is imported)
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing

@@ -503,3 +503,85 @@ def wrap_flex_attention(around: Any, refused: Any) -> None:
         home._validate_sdpa_input = lambda *args, **kwargs: refused(*args[:3]) or check(*args, **kwargs)
 
     when_imported("torch.nn.attention.flex_attention", change)
+
+
+@contextlib.contextmanager
+def uncompiled_backward() -> Any:
+    """Inside, a backward pass runs in this thread, and as it is: compiled autograd, a private switch of the compiler's, would not run the hooks of leaves."""
+    home = sys.modules.get("torch._dynamo.compiled_autograd")
+    with torch.autograd.set_multithreading_enabled(False), contextlib.nullcontext() if home is None else home._disable():
+        yield
+
+
+def compiles_backward() -> bool:
+    """Whether compiled autograd is on."""
+    home = sys.modules.get("torch._dynamo.compiled_autograd")
+    return home is not None and home.compiled_autograd_enabled
+
+
+class _Uncompiled(threading.local):
+    whole = False  # whether this thread has just run something as it is that was to be compiled as a whole
+
+
+_uncompiled = _Uncompiled()
+
+
+def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> None:
+    """Ask before torch.compile traces a function, and while it does; there is no public way to keep it away from a kind of tensors (checked with torch 2.13).
+
+    ``left(code, variables, outside)``: whether a function is to run as it is, with all that it calls. ``meets(value)``: whether what the tracer has come upon
+    is not for it. ``met(code)``: whether it came upon such, in what it has just traced. ``tell(whole)`` is called before a function runs as it is; ``whole``:
+    its caller wants all of it compiled, or an error. ``refusal``: what the tracer says, which torch.export shows.
+    """
+
+    def ask_before(home: Any) -> None:
+        from torch._dynamo import types
+
+        action, convert = types.FrameAction, home.CatchErrorsWrapper.__call__
+        eagerly = types.ConvertFrameReturn(frame_exec_strategy=types.FrameExecStrategy(action.SKIP, action.SKIP), apply_to_code=False)
+
+        def call(self: Any, frame: Any, *args: Any) -> Any:
+            code = frame.f_code
+            if not left(code, frame.f_locals, frame.f_globals):
+                met(code)  # of a trace that has failed
+                try:
+                    out = convert(self, frame, *args)
+                except Exception:
+                    if not met(code):
+                        raise
+                else:
+                    if not met(code):
+                        return out
+            whole = isinstance(self._torchdynamo_orig_backend, home.ConvertFrameAssert)
+            tell(whole)
+            _uncompiled.whole = whole
+            return eagerly
+
+        home.CatchErrorsWrapper.__call__ = call
+
+    def ask_after(home: Any) -> None:
+        count = getattr(home, "set_fullgraph_compiled_frame_count", None)  # by which a call that wants all compiled looks whether anything was (2.13)
+
+        def counted(n: int) -> int:
+            found, left = count(n), _uncompiled.whole
+            _uncompiled.whole = False
+            return 1 if n < 0 and left else found
+
+        if count is not None:
+            home.set_fullgraph_compiled_frame_count = counted
+
+    def ask_within(home: Any) -> None:
+        from torch._dynamo.exc import Unsupported
+
+        build = home.VariableBuilder.__call__
+
+        def call(self: Any, value: Any) -> Any:
+            if meets(value):
+                raise Unsupported(refusal, skip_frame=True)
+            return build(self, value)
+
+        home.VariableBuilder.__call__ = call
+
+    when_imported("torch._dynamo.eval_frame", ask_after)
+    when_imported("torch._dynamo.convert_frame", ask_before)
+    when_imported("torch._dynamo.variables.builder", ask_within)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, hooks, reducer, sharded
+from . import _torch, hooks, reducer, sharded, uncompiled
 from .boxing import box
 from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
@@ -134,6 +134,7 @@ def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not GlobalTensor:
         return torch.nn.Parameter(value, trains) if parameter else value
     _refuse_older_graphs(tensor._local)
+    uncompiled.forget()
     for name in _FIELDS:
         tensor.__dict__.pop(name, None)
     shell = value.detach().view_as(value)

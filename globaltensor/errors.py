@@ -55,6 +55,14 @@ class KernelError(GlobalTensorError):
     """A global tensor reached a kernel below the function level."""
 
 
+class CompileError(GlobalTensorError):
+    """Code that must be compiled as a whole (``torch.compile(..., fullgraph=True)``) works on global tensors."""
+
+
+class CompileWarning(UserWarning):
+    """Code that torch.compile was to compile works on global tensors, and runs as it is."""
+
+
 class FallbackWarning(UserWarning):
     """A function without a rule ran on whole tensors."""
 

@@ -166,7 +166,7 @@ def backward(
 
 def in_this_thread() -> Any:
     """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here (`no_boxing`, a method of attention) holds there."""
-    return torch.autograd.set_multithreading_enabled(False)
+    return _torch.uncompiled_backward() if _torch.compiles_backward() else torch.autograd.set_multithreading_enabled(False)
 
 
 @visible

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
     ("cluster",),
     ("distributed",),
-    ("boxing", "comm"),
+    ("boxing", "comm", "uncompiled"),
     ("strides",),
     ("moved",),
     ("rules", "reducer"),
