@@ -360,6 +360,21 @@ def is_fake(t: Any) -> bool:
     return isinstance(t, FakeTensor)
 
 
+def fakes_are_on() -> bool:
+    """Whether a mode is on in which tensors have no memory: there is no public way to ask."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def processes_are_on() -> bool:
+    """Whether this process belongs to a job of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def is_functional(t: torch.Tensor) -> bool:
+    """Whether a tensor stands for another while writes are taken out of a program (torch.func.functionalize): its class does not tell."""
+    return torch._is_functional_tensor(t)
+
+
 @contextlib.contextmanager
 def real_tensors() -> Any:
     """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values that a recorder needs now."""

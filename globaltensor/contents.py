@@ -19,7 +19,7 @@ from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["become_global", "become_plain", "check_can_become", "replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = ["become_global", "become_plain", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool) -> None:
@@ -89,16 +89,6 @@ def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
 
 #: Where a global tensor without slots keeps what makes it one.
 _FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_order")
-
-
-def check_can_become(what: str, tensor: torch.Tensor) -> None:
-    """Raise GlobalTensorError if a plain tensor cannot become a global one and stay the same object, because its class has slots of its own."""
-    kind = type(tensor)
-    if kind.__basicsize__ != torch.Tensor.__basicsize__:
-        raise GlobalTensorError(
-            f"{what} is a {kind.__name__}, whose class has slots of its own: it cannot become a global tensor and stay the same object, which optimizers and "
-            "other references hold. Make it an ordinary torch.nn.Parameter or tensor first"
-        )
 
 
 def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None) -> None:

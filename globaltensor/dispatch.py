@@ -21,7 +21,7 @@ from .errors import FallbackWarning, InplaceError, KernelError, PlacementError
 from .moved import MovedView
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
-from .promote import promote
+from .promote import operand_spec, promote
 from .rules import RULES, Arg, Choice, Op, Rule, Split, choose, rule_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -247,7 +247,10 @@ def _key(a: Any, free: bool) -> Any:
     if isinstance(a, GlobalTensor):
         return settle(a)._spec if type(a) is not MovedView else (MovedView, a._spec)
     if isinstance(a, torch.Tensor):
-        return (torch.Tensor, a.shape, a.dtype)
+        try:
+            return (torch.Tensor, a.shape, a.dtype)
+        except RuntimeError:  # of a kind without a shape: no key, so it is planned each time, which refuses
+            return []
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])
     return a
@@ -353,7 +356,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
-    specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
+    operands = f"operand {{}} of {name_of(func)}"
+    specs = [t._spec if isinstance(t, GlobalTensor) else operand_spec(t, placement, operands.format(i)) for i, t in enumerate(tensors)]
     if rule is None:
         return _unruled(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
@@ -524,7 +528,7 @@ def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
 def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
     target = args[0]
-    spec = Spec.make(target.shape, target.dtype, placement, [broadcast] * placement.axes)
+    spec = operand_spec(target, placement, f"target of {name_of(func)}")
     overwritten = name_of(func) in _OVERWRITING  # what it held before does not matter, or has never been written
     mine = GlobalTensor.wrap(promote(target, spec, f"target of {name_of(func)}", checked=not overwritten).clone(), spec)
     result = func(mine, *args[1:], **kwargs)

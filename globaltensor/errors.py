@@ -19,6 +19,10 @@ class ShapeError(GlobalTensorError):
     """Ranks whose local tensors do not form one global tensor."""
 
 
+class KindError(GlobalTensorError):
+    """A tensor of a kind that global tensors are not made of: sparse, nested, quantized, or of a class that decides what its values are."""
+
+
 class BoxingError(GlobalTensorError):
     """Data would have to move where that is forbidden, or cannot move."""
 

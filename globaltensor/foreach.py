@@ -15,7 +15,7 @@ from .distributed.world import placeholder, world
 from .moved import aliased, shown_elsewhere, written
 from .placement import Placement
 from .plans import bring_together, name_of
-from .promote import promote
+from .promote import operand_spec, promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .wrapper import GlobalTensor
@@ -123,8 +123,8 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
         return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=spec.layout) if t.dim() else t._spec.replicated(), why=name)
     if spec is None or t.dim() == 0:  # a step counter
         return t
-    whole = Spec.make(t.shape, t.dtype, spec.placement, [broadcast] * spec.placement.axes)
-    return box(promote(t, whole, name), whole, whole.replace(layout=spec.layout), why=name)
+    whole = operand_spec(t, spec.placement, f"an operand of {name}")
+    return box(promote(t, whole, f"an operand of {name}"), whole, whole.replace(layout=spec.layout), why=name)
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:

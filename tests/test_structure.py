@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sbp", "placement", "tracebacks"),
     ("spec", "owed"),
     ("wrapper",),
+    ("kinds",),
 
     ("cluster",),
     ("distributed",),
