@@ -17,6 +17,7 @@ from . import flex as _flex  # (wraps torch's when it is imported)
 from . import counted_once as _counted_once
 from . import savers as _savers
 from . import metrics as _metrics
+from . import uncompiled as _uncompiled  # (keeps torch.compile away, when that is imported)
 from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
 from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing

@@ -440,6 +440,21 @@ def is_fake(t: Any) -> bool:
     return isinstance(t, FakeTensor)
 
 
+def fakes_are_on() -> bool:
+    """Whether a mode is on in which tensors have no memory: there is no public way to ask."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def processes_are_on() -> bool:
+    """Whether this process belongs to a job of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def is_functional(t: torch.Tensor) -> bool:
+    """Whether a tensor stands for another while writes are taken out of a program (torch.func.functionalize): its class does not tell."""
+    return torch._is_functional_tensor(t)
+
+
 @contextlib.contextmanager
 def real_tensors() -> Any:
     """Inside, tensors have memory and nobody looks on, whatever modes are on outside: for values that a recorder needs now."""
@@ -648,3 +663,85 @@ def before_collectives(reads: Mapping[str, str], check: Callable[[str, Any, Any,
         for home in (torch.distributed, torch.distributed.distributed_c10d):
             if getattr(home, name, None) is original:
                 setattr(home, name, wrapped)
+
+
+@contextlib.contextmanager
+def uncompiled_backward() -> Any:
+    """Inside, a backward pass runs in this thread, and as it is: compiled autograd, a private switch of the compiler's, would not run the hooks of leaves."""
+    home = sys.modules.get("torch._dynamo.compiled_autograd")
+    with torch.autograd.set_multithreading_enabled(False), contextlib.nullcontext() if home is None else home._disable():
+        yield
+
+
+def compiles_backward() -> bool:
+    """Whether compiled autograd is on."""
+    home = sys.modules.get("torch._dynamo.compiled_autograd")
+    return home is not None and home.compiled_autograd_enabled
+
+
+class _Uncompiled(threading.local):
+    whole = False  # whether this thread has just run something as it is that was to be compiled as a whole
+
+
+_uncompiled = _Uncompiled()
+
+
+def watch_compiler(left: Any, meets: Any, met: Any, tell: Any, refusal: str) -> None:
+    """Ask before torch.compile traces a function, and while it does; there is no public way to keep it away from a kind of tensors (checked with torch 2.13).
+
+    ``left(code, variables, outside)``: whether a function is to run as it is, with all that it calls. ``meets(value)``: whether what the tracer has come upon
+    is not for it. ``met(code)``: whether it came upon such, in what it has just traced. ``tell(whole)`` is called before a function runs as it is; ``whole``:
+    its caller wants all of it compiled, or an error. ``refusal``: what the tracer says, which torch.export shows.
+    """
+
+    def ask_before(home: Any) -> None:
+        from torch._dynamo import types
+
+        action, convert = types.FrameAction, home.CatchErrorsWrapper.__call__
+        eagerly = types.ConvertFrameReturn(frame_exec_strategy=types.FrameExecStrategy(action.SKIP, action.SKIP), apply_to_code=False)
+
+        def call(self: Any, frame: Any, *args: Any) -> Any:
+            code = frame.f_code
+            if not left(code, frame.f_locals, frame.f_globals):
+                met(code)  # of a trace that has failed
+                try:
+                    out = convert(self, frame, *args)
+                except Exception:
+                    if not met(code):
+                        raise
+                else:
+                    if not met(code):
+                        return out
+            whole = isinstance(self._torchdynamo_orig_backend, home.ConvertFrameAssert)
+            tell(whole)
+            _uncompiled.whole = whole
+            return eagerly
+
+        home.CatchErrorsWrapper.__call__ = call
+
+    def ask_after(home: Any) -> None:
+        count = getattr(home, "set_fullgraph_compiled_frame_count", None)  # by which a call that wants all compiled looks whether anything was (2.13)
+
+        def counted(n: int) -> int:
+            found, left = count(n), _uncompiled.whole
+            _uncompiled.whole = False
+            return 1 if n < 0 and left else found
+
+        if count is not None:
+            home.set_fullgraph_compiled_frame_count = counted
+
+    def ask_within(home: Any) -> None:
+        from torch._dynamo.exc import Unsupported
+
+        build = home.VariableBuilder.__call__
+
+        def call(self: Any, value: Any) -> Any:
+            if meets(value):
+                raise Unsupported(refusal, skip_frame=True)
+            return build(self, value)
+
+        home.VariableBuilder.__call__ = call
+
+    when_imported("torch._dynamo.eval_frame", ask_after)
+    when_imported("torch._dynamo.convert_frame", ask_before)
+    when_imported("torch._dynamo.variables.builder", ask_within)

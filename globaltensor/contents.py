@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from . import _torch, hooks, reducer, sharded
+from . import _torch, hooks, reducer, sharded, uncompiled
 from .boxing import box
 from .distributed.world import world
 from .errors import GlobalTensorError, InplaceError, SbpError
 from .gradients import get_grad, set_grad
 from .moved import MovedView, share, twin
-from .promote import promote
+from .promote import operand_spec, promote
 from .sbp import broadcast, partial_sum
 from .spec import Spec, fitting
 from .strides import carry_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
-__all__ = ["become_global", "become_plain", "check_can_become", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
+__all__ = ["become_global", "become_plain", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 
 
 def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False) -> None:
@@ -66,7 +66,7 @@ def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
     Memory is shared with the plain tensor where ``like`` is broadcast.
     """
     shown = like._spec.shown
-    whole = Spec.make(value.shape, value.dtype, shown.placement, [broadcast] * shown.placement.axes)
+    whole = operand_spec(value, shown.placement, "a plain tensor laid out")
     spec = whole.replace(layout=fitting(shown.layout, value.dim()))
     return GlobalTensor.wrap(box(promote(value, whole, "a plain tensor laid out"), whole, spec, why="a plain tensor laid out", alias=False), spec)
 
@@ -111,16 +111,6 @@ def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
 _FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_order")
 
 
-def check_can_become(what: str, tensor: torch.Tensor) -> None:
-    """Raise GlobalTensorError if a plain tensor cannot become a global one and stay the same object, because its class has slots of its own."""
-    kind = type(tensor)
-    if kind.__basicsize__ != torch.Tensor.__basicsize__:
-        raise GlobalTensorError(
-            f"{what} is a {kind.__name__}, whose class has slots of its own: it cannot become a global tensor and stay the same object, which optimizers and "
-            "other references hold. Make it an ordinary torch.nn.Parameter or tensor first"
-        )
-
-
 def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None) -> None:
     """Let a plain tensor, from now on the same object, be the global tensor ``value``; a parameter stays one, with its hooks and with ``grad`` as its gradient.
 
@@ -154,6 +144,7 @@ def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not GlobalTensor:
         return torch.nn.Parameter(value, trains) if parameter else value
     _refuse_older_graphs(tensor._local)
+    uncompiled.forget()
     for name in _FIELDS:
         tensor.__dict__.pop(name, None)
     shell = value.detach().view_as(value)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from . import _torch
 from .distributed.world import world
 from .errors import GlobalTensorError, PlacementError, SbpError, ShapeError
+from .kinds import Kind, described, refuse
 from .placement import Placement
 from .sbp import Sbp
 from .spec import Spec
@@ -51,22 +54,24 @@ def device_type(device: Any) -> str:
 def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> Spec:
     """The spec of the global tensor whose parts are the ranks' local tensors. Collective over the world where ``check``."""
     here = world()
-    mine = (tuple(local.shape), local.dtype)
+    mine = described(local, placement)
     if check and here.size > 1:
-        told = here.comm(tuple(range(here.size))).all_gather_object(mine)
+        with _torch.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext():  # a rank whose tensors have no memory tells so, too
+            told = here.comm(tuple(range(here.size))).all_gather_object(mine)
         held = {r: told[r] for r in placement.flat}
     else:
         held = dict.fromkeys(placement.flat, mine)
     return spec_of(held, placement, layout)
 
 
-def spec_of(held: dict[int, tuple[tuple[int, ...], torch.dtype]], placement: Placement, layout: Sequence[Sbp]) -> Spec:
-    """(shape, dtype) of each rank's part -> the spec. Raises ShapeError naming who holds what.
+def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:
+    """What each rank has told of its part (`kinds.described`: shape and dtype) -> the spec. Raises KindError and ShapeError naming who holds what.
 
     >>> p = Placement("cpu", [0, 1])
     >>> spec_of({0: ((3, 2), torch.float32), 1: ((2, 2), torch.float32)}, p, [Sbp("split", 0)])
     f32[5, 2] S(0)
     """
+    refuse("the argument of to_global", held)
     first, dtype = held[placement.flat[0]]
     if any(d is not dtype for _, d in held.values()):
         raise ShapeError(_told("to_global: the ranks' local tensors have different dtypes", held) + "cast them to one dtype first, for example x.float()")
@@ -90,7 +95,7 @@ def spec_of(held: dict[int, tuple[tuple[int, ...], torch.dtype]], placement: Pla
     return spec
 
 
-def _told(what: str, held: dict[int, tuple[tuple[int, ...], torch.dtype]]) -> str:
+def _told(what: str, held: Mapping[int, Any]) -> str:
     rows = [f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n" for r, (s, d) in list(held.items())[:16]]
     more = f"  and {len(held) - 16} more ranks\n" if len(held) > 16 else ""
     return f"{what}\n{''.join(rows)}{more}"

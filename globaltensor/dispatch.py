@@ -24,7 +24,7 @@ from .moved import MovedView
 from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
 from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
-from .promote import promote
+from .promote import operand_spec, promote
 from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
@@ -262,7 +262,10 @@ def _key(a: Any, free: bool) -> Any:
     if isinstance(a, GlobalTensor):
         return settle(a)._spec if type(a) is not MovedView else (MovedView, a._spec)
     if isinstance(a, torch.Tensor):
-        return (torch.Tensor, a.shape, a.dtype)
+        try:
+            return (torch.Tensor, a.shape, a.dtype)
+        except RuntimeError:  # of a kind without a shape: no key, so it is planned each time, which refuses
+            return []
     if t is dict:
         return (dict, *[(k, _key(v, free)) for k, v in a.items()])
     return a
@@ -372,7 +375,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
-    specs = [t._spec if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placement, [broadcast] * placement.axes) for t in tensors]
+    operands = f"operand {{}} of {name_of(func)}"
+    specs = [t._spec if isinstance(t, GlobalTensor) else operand_spec(t, placement, operands.format(i)) for i, t in enumerate(tensors)]
     if rule is None and written is not None:
         _warn_of(func)
         return _on_whole(func, specs, written)
@@ -614,7 +618,7 @@ def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: d
 
 def global_copy(plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True) -> GlobalTensor:
     """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place. `copy_back` ends this."""
-    spec = Spec.make(plain.shape, plain.dtype, placement, [broadcast] * placement.axes)
+    spec = operand_spec(plain, placement, purpose)
     return GlobalTensor.wrap(promote(plain, spec, purpose, checked=checked).clone(), spec)
 
 

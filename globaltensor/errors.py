@@ -19,6 +19,10 @@ class ShapeError(GlobalTensorError):
     """Ranks whose local tensors do not form one global tensor."""
 
 
+class KindError(GlobalTensorError):
+    """A tensor of a kind that global tensors are not made of: sparse, nested, quantized, or of a class that decides what its values are."""
+
+
 class BoxingError(GlobalTensorError):
     """Data would have to move where that is forbidden, or cannot move."""
 
@@ -73,6 +77,14 @@ class InterfaceError(StorageError, AttributeError):
 
 class PartError(GlobalTensorError):
     """A file holds another part of a global tensor than the rank that reads it needs."""
+
+
+class CompileError(GlobalTensorError):
+    """Code that must be compiled as a whole (``torch.compile(..., fullgraph=True)``) works on global tensors."""
+
+
+class CompileWarning(UserWarning):
+    """Code that torch.compile was to compile works on global tensors, and runs as it is."""
 
 
 class FallbackWarning(UserWarning):

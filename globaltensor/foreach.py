@@ -12,10 +12,11 @@ from . import _torch
 from .boxing import box
 from .dispatch import HANDLERS, copy_back, global_copy, record
 from .distributed.world import placeholder, world
+from .kinds import kind_of
 from .moved import aliased, shown_elsewhere, written
 from .placement import Placement
 from .plans import bring_together, name_of
-from .promote import promote
+from .promote import operand_spec, promote
 from .sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from .spec import Spec
 from .trial import on_meta
@@ -50,7 +51,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _writable(name, first)
     # One number for all, such as a clipping factor.
     factor = next((a for a in (*args, *kwargs.values()) if isinstance(a, GlobalTensor)), None)
-    specs = [_column_spec(column, factor, writes) for column in zip(*lists, strict=True)]
+    specs = [_column_spec(name, column, factor, writes) for column in zip(*lists, strict=True)]
     if writes and (elsewhere := _elsewhere(func, args, kwargs, specs)):
         return _into_copies(func, args, kwargs, elsewhere, specs)
     rank = world().rank
@@ -171,12 +172,15 @@ def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
             bring_together(name, t)
 
 
-def _column_spec(column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool) -> Spec | None:
+def _column_spec(name: str, column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool) -> Spec | None:
     """Return how the result lies of what stands at one index of each list: as the first global tensor there. None where all is plain."""
     owner = next((t for t in column if isinstance(t, GlobalTensor)), factor)
     if owner is None:
         return None
     spec = owner._spec
+    for t in column:
+        if not isinstance(t, GlobalTensor) and kind_of(t) is not None:
+            operand_spec(t, spec.placement, f"an operand of {name}")  # refuses it, on every rank
     for t in column:
         if not (isinstance(t, GlobalTensor) and t._spec is spec) and t.shape != spec.shape:
             spec = _broadcast(column, spec, writes)
@@ -212,8 +216,8 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
         return box(t._local, t._spec, t._spec.replace(placement=spec.placement, layout=_aligned(t.shape, spec)), why=name)
     if spec is None or t.dim() == 0:  # a step counter
         return t
-    whole = Spec.make(t.shape, t.dtype, spec.placement, [broadcast] * spec.placement.axes)
-    return box(promote(t, whole, name), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
+    whole = operand_spec(t, spec.placement, f"an operand of {name}")
+    return box(promote(t, whole, f"an operand of {name}"), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:

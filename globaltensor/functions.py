@@ -18,7 +18,7 @@ from ._torch import function_mode_on
 from .bodies import apply_plainly
 from .boxing import box
 from .plans import replaced, tensors_in
-from .promote import promote
+from .promote import operand_spec, promote
 from .reducer import reducer
 from .sbp import broadcast
 from .spec import Spec
@@ -154,7 +154,7 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
 
 def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
     """A plain tensor whose gradient is wanted is a broadcast one inside."""
-    spec = Spec.make(x.shape, x.dtype, placement, [broadcast] * placement.axes)
+    spec = operand_spec(x, placement, "argument of a custom Function")
     return GlobalTensor.wrap(promote(x, spec, "argument of a custom Function"), spec)
 
 

@@ -17,9 +17,8 @@ from .boxing import box
 from .dispatch import HANDLERS, record
 from .distributed.world import world
 from .errors import KernelError, SbpError
-from .promote import promote
+from .promote import operand_spec, promote
 from .rules.quotient import Count, Quotient
-from .sbp import broadcast
 from .spec import Spec
 from .visible import visible
 from .wrapper import GlobalTensor
@@ -107,7 +106,7 @@ def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
         return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
     if isinstance(grad, GlobalTensor):
         return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
-    whole = Spec.make(grad.shape, grad.dtype, spec.placement, [broadcast] * spec.placement.axes)
+    whole = operand_spec(grad, spec.placement, "gradient given to backward")
     return box(promote(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
 
 
@@ -152,7 +151,7 @@ def backward(
 
 def in_this_thread() -> Any:
     """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here (`no_boxing`, a method of attention) holds there."""
-    return torch.autograd.set_multithreading_enabled(False)
+    return _torch.uncompiled_backward() if _torch.compiles_backward() else torch.autograd.set_multithreading_enabled(False)
 
 
 @visible

@@ -12,12 +12,12 @@ from .boxing import box
 from .convert import spec_of
 from .distributed.world import placeholder, world
 from .errors import SbpError
+from .kinds import described, refuse
 from .placement import Placement
 from .plans import replaced, tensors_in
-from .promote import promote
+from .promote import operand_spec, promote
 from .reducer import reducer, watch
-from .sbp import Sbp, as_layout, broadcast
-from .spec import Spec
+from .sbp import Sbp, as_layout
 from .visible import visible
 from .watchers import Watcher
 from .wrapper import GlobalTensor
@@ -55,7 +55,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
                 dst = t._spec.replace(placement=where, layout=t._spec.shown.layout if layout is None else layout)
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             elif layout is not None:
-                src = Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes)
+                src = operand_spec(t, where, f"argument of local_map({name})")
                 locals_.append(box(promote(t, src, f"argument of local_map({name})"), src, src.replace(layout=layout), why=f"local_map({name})"))
             else:
                 locals_.append(t)
@@ -110,7 +110,7 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     here = world()
     results = tensors_in(out, [])
     # The ranks tell each other the shapes of their parts; those outside the placement learn the structure of the result too.
-    mine = ([(tuple(t.shape), t.dtype) for t in results], replaced(out, iter([torch.empty(0)] * len(results)))) if inside else None
+    mine = ([described(t) for t in results], replaced(out, iter([torch.empty(0)] * len(results)))) if inside else None
     told: Sequence[Any] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
     shapes, shell = told[placement.flat[0]]
     layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
@@ -118,7 +118,9 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     for i, layout in enumerate(layouts):
         if layout is None:
             raise SbpError("local_map: out_sbp must say how each result lies")
-        spec = spec_of({r: told[r][0][i] for r in placement.flat}, placement, layout)
+        held = {r: told[r][0][i] for r in placement.flat}
+        refuse(f"result {i} of local_map", held)
+        spec = spec_of(held, placement, layout)
         local = results[i] if inside else placeholder(spec)
         if torch.is_grad_enabled():
             _watched(local)

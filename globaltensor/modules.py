@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from . import _torch
-from .contents import become_global, become_plain, check_can_become, set_data
+from .contents import become_global, become_plain, set_data
 from .convert import check_placement
 from .distributed.world import world
 from .errors import GlobalTensorError, SbpError, ShapeError
+from .kinds import Kind, parameter_described, refuse
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast
 from .sharded import unfolded
 from .spec import Spec
 from .wrapper import GlobalTensor
 
-__all__ = ["module_to_global", "module_to_local"]
+__all__ = ["SameModel", "module_to_global", "module_to_local"]
 
 SbpChoice = Sbp | Sequence[Sbp] | Mapping[str, Any] | Callable[..., Any]
 
@@ -52,8 +53,6 @@ def _plan(placement: Placement | None, sbp: SbpChoice | None, what: str, path: s
     """Where one tensor goes. Before anything changes: an error leaves the module as it was."""
     if (placement is None or sbp is None) and not isinstance(tensor, GlobalTensor):
         raise SbpError(f"module.to_global needs placement and sbp, as {what} is local: module.to_global(flow.placement.all('cpu'), flow.sbp.broadcast)")
-    if not isinstance(tensor, GlobalTensor):
-        check_can_become(what, tensor)
     where = tensor.placement if placement is None else placement  # type: ignore[attr-defined]
     layout = tensor.sbp if sbp is None else sbp_for(sbp, path, tensor, where.axes)  # type: ignore[attr-defined]
     try:
@@ -71,27 +70,40 @@ def module_to_global(self: torch.nn.Module, placement: Placement | None = None, 
     ``(path, tensor) -> sbp``; or ordered path patterns, ``{"*.q_proj.weight": split(0), "*": broadcast}``. Tensors that are global already move;
     theirs may be left out: a placement or sbp that is not given stays.
     Parameters and buffers stay the same objects: optimizers, hooks and references made before hold what is trained.
-    Raises SbpError, PlacementError, and ShapeError where the ranks' models differ.
+    Raises KindError of parameters that cannot be global (sparse, quantized, not initialized), SbpError, PlacementError, and ShapeError where the ranks'
+    models differ; a module that is refused is as it was before.
     """
     if placement is not None:
         check_placement(placement)
-    slots = list(_slots(self))
-    plans = {path: _plan(placement, sbp, f"{path} of {type(self).__name__}", path, held[name]) for path, held, name in slots}
-    bare = _check_same_model([(path, held[name]) for path, held, name in slots], 0 if placement is None else placement.flat[0])
-    first: dict[torch.Tensor, str] = {}  # of a tensor in several places the first counts
-    for path, held, name in slots:
-        first.setdefault(held[name], path)
-    for old, path in first.items():
-        where, layout = plans[path]
-        where = where.with_type("meta") if path in bare else where
-        if isinstance(old, GlobalTensor):
-            set_data(old, _moved(old, where, layout))
-        else:
-            grad = None if old.grad is None else _moved(old.grad, where, layout)
-            become_global(old, _moved(old, where, layout), grad)
-    for part in self.modules():
-        _torch.refresh_weights(part)
-    return self
+    return SameModel(self, placement).lay_out(sbp)
+
+
+class SameModel:
+    """A module that the ranks have agreed on: the same tensors on each, all of which can be global on ``placement``."""
+
+    def __init__(self, module: torch.nn.Module, placement: Placement | None) -> None:
+        """Let the ranks tell each other what they hold, before anything changes or moves. Raises KindError and ShapeError, on every rank."""
+        self.module, self.placement, self.slots = module, placement, list(_slots(module))
+        tensors = [(path, held[name]) for path, held, name in self.slots]
+        self.bare = _check_same_model(type(module).__name__, tensors, 0 if placement is None else placement.flat[0])
+
+    def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
+        """Make the tensors global, each as `sbp_for` has it; return the module."""
+        plans = {path: _plan(self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]) for path, held, name in self.slots}
+        first: dict[torch.Tensor, str] = {}  # of a tensor in several places the first counts
+        for path, held, name in self.slots:
+            first.setdefault(held[name], path)
+        for old, path in first.items():
+            where, layout = plans[path]
+            where = where.with_type("meta") if path in self.bare else where
+            if isinstance(old, GlobalTensor):
+                set_data(old, _moved(old, where, layout))
+            else:
+                grad = None if old.grad is None else _moved(old.grad, where, layout)
+                become_global(old, _moved(old, where, layout), grad)
+        for part in self.module.modules():
+            _torch.refresh_weights(part)
+        return self.module
 
 
 def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
@@ -110,23 +122,27 @@ def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> Global
     return new
 
 
-def _check_same_model(tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
-    """Which of the tensors have no data on the first rank: those on the meta device."""
+def _check_same_model(module: str, tensors: list[tuple[str, torch.Tensor]], first: int) -> set[str]:
+    """Return which of the tensors have no data on the first rank: those on the meta device. Raises KindError and ShapeError, on every rank, where ranks hold
+    what cannot be global, or different models."""
     here = world()
-    mine = [(path, tuple(t.shape), str(t.dtype)) for path, t in tensors]
+    mine = {path: parameter_described(t) for path, t in tensors}
     bare = {path for path, t in tensors if (t._spec.placement.type == "meta" if isinstance(t, GlobalTensor) else t.is_meta)}
-    if here.size == 1:
-        return bare
-    told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
+    told = [(mine, bare)]
+    if here.size > 1:
+        told = here.comm(tuple(range(here.size))).all_gather_object((mine, bare))
+    if any(isinstance(kind, Kind) for theirs, _ in told for kind in theirs.values()):
+        for path in dict.fromkeys(path for theirs, _ in told for path in theirs):
+            refuse(f"{path} of {module}", {rank: theirs.get(path) for rank, (theirs, _) in enumerate(told)})
     for rank, (theirs, _) in enumerate(told):
         if theirs != mine:
-            here_only, there_only = [m for m in mine if m not in theirs], [t for t in theirs if t not in mine]
+            here_only, there_only = [m for m in mine.items() if m not in theirs.items()], [t for t in theirs.items() if t not in mine.items()]
             raise ShapeError(
                 f"module.to_global: rank {here.rank} and rank {rank} hold different models: rank {here.rank} has {here_only[:3]}, "
                 f"rank {rank} has {there_only[:3]}; "
                 "build the same module on every rank"
             )
-    return told[first][1]  # type: ignore[no-any-return]
+    return told[first][1] if here.size > 1 else bare
 
 
 def module_to_local(self: torch.nn.Module) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from torch import nn
 from .adapters import Layer, layers_in
 from .convert import check_placement
 from .errors import SbpError
-from .modules import SbpChoice, module_to_global
+from .modules import SameModel, SbpChoice
 from .moe import dispatch_tokens, expert_parameters, experts_in
 from .placement import Placement
 from .sbp import Sbp, broadcast, split
@@ -67,7 +67,8 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     Under every plan a module of experts, one with parameters [experts, ., .] and ``forward(hidden_states, top_k_index, top_k_weights)``, runs by `experts`.
     The local tensors are whole values, the same model on every rank (the first rank's count). Of a model on the meta device the parts stay there: then
     ``model.to_empty(device=...)`` gives each rank memory for its part alone, to be filled by ``reset_parameters`` or ``load_state_dict``. Collective.
-    Raises SbpError for an unknown plan, and for "expert" on a model without such modules, PlacementError, and ShapeError where the ranks' models differ.
+    Raises SbpError for an unknown plan, and for "expert" on a model without such modules, PlacementError, KindError of
+    parameters that cannot be global (sparse, quantized, not initialized), and ShapeError where the ranks' models differ.
 
     >>> import torch
     >>> import globaltensor as flow
@@ -78,13 +79,14 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     check_placement(placement)
     if not isinstance(model, nn.Module):
         raise SbpError(f"parallelize takes a torch.nn.Module, not a {type(model).__name__}: a tensor becomes global by x.to_global(placement, sbp)")
+    same = SameModel(model, placement)  # before anything looks at shapes: not every kind of parameter has one
     if plan == "auto":
         return SEARCHED[str](_dispatched(model), placement, inputs)
     if type(plan) in SEARCHED and not isinstance(plan, str):
         return SEARCHED[type(plan)](_dispatched(model), placement, plan)
     names = _names(plan, placement.axes)
     if names is None:
-        module_to_global(model, placement, plan)  # type: ignore[arg-type]
+        same.lay_out(plan)  # type: ignore[arg-type]
         return _dispatched(model)
     recipes = [PLANS[name](model, size) for name, size in zip(names, placement.shape, strict=True)]
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
@@ -92,7 +94,7 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     def layout(path: str, tensor: torch.Tensor) -> list[Sbp]:
         return [broadcast if path in buffers else recipe.sbp(path, tensor) for recipe in recipes]
 
-    module_to_global(model, placement, layout)
+    same.lay_out(layout)
     for axis, recipe in enumerate(recipes):
         for module in recipe.whole:
             module.register_forward_hook(Settled(axis, recipe.in_time))

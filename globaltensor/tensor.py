@@ -16,12 +16,13 @@ from .contents import data, laid_out_like, requires_grad_, resize_, set_, set_da
 from .convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
 from .dispatch import HANDLERS, into_plain, record
 from .distributed.world import placeholder, world
-from .errors import GlobalTensorError, LocalTensorError, PlacementError, RenamedError, SbpError
+from .errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
+from .kinds import arrived, described, kind_of, refuse
 from .moved import MovedView, twin, written
 from .pickling import reduce_ex, remade
 from .placement import Placement
 from .plans import admit_signs
-from .promote import promote
+from .promote import operand_spec, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
 from .strides import carry_note, lies_in_order, stride
@@ -60,22 +61,13 @@ def _held_alike(spec: Spec) -> list[int]:
     return [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1] if spec.numel else []
 
 
-def _check_has_values(x: torch.Tensor, placement: Placement) -> None:
-    """Raise PlacementError if ``x`` is on the meta device and is to go to another."""
-    if x.is_meta and placement.type != "meta":
-        raise PlacementError(
-            f"to_global: a tensor on the meta device has no values to put on {placement!r}: lay it out on flow.placement('meta', ranks), and "
-            f"torch.empty_like(x, device={placement.type!r}) has memory. Of a whole model flow.parallelize does the one, model.to_empty(device=...) the other"
-        )
-
-
 @functools.partial(visible, name="to_global")
 def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp: Any = None, *, check_meta: bool = True, copy: bool = False) -> GlobalTensor:
     """Each rank's local tensor becomes its part of a global tensor. Collective; ranks outside the placement must call too.
 
     Split: the parts are joined (their sizes must follow the balanced rule); broadcast: the first rank's data; partial: the value is the sum of the parts.
     ``check_meta=False`` skips the exchange of shapes: right only where every rank holds the same shape and dtype.
-    Raises ShapeError naming who holds what, SbpError, PlacementError.
+    Raises KindError and ShapeError naming who holds what, SbpError, PlacementError.
     """
     if placement is None or sbp is None:
         missing = " and ".join(n for n, v in (("placement", placement), ("sbp", sbp)) if v is None)
@@ -84,13 +76,13 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
     refuse_transforms()
-    _check_has_values(self, placement)
+    self = arrived(self)
     spec = gather_specs(self, placement, layout, check_meta)
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
         # What `to_local` gave here is a placeholder, too: the gradient goes back through it, so that ranks agree on who has one.
-        kept = graph and self.shape == (0,) and self.dtype is spec.dtype
+        kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         if not graph:
             return GlobalTensor.wrap(placeholder(spec), spec)
         nothing = self if kept else placeholder(spec).requires_grad_()
@@ -115,7 +107,8 @@ def global_to_global(
     src, shown = self._spec, self._spec.shown
     where = shown.placement if placement is None else placement
     check_placement(where)
-    _check_has_values(self, where)
+    if self.is_meta:
+        refuse("the argument of to_global", {0: described(self, where)})
     if sbp is None:
         if where.axes != shown.placement.axes:
             raise SbpError(f"the new placement has {where.axes} axes, the tensor's sbp {len(shown.layout)} entries: give sbp= with one entry for each axis")
@@ -316,8 +309,8 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):
-        whole = Spec.make(src.shape, src.dtype, self.placement, [broadcast] * self.placement.axes)
-        src = GlobalTensor.wrap(promote(src, whole, "copy_"), whole)
+        whole = operand_spec(src, self.placement, "the source of copy_")
+        src = GlobalTensor.wrap(promote(src, whole, "the source of copy_"), whole)
     if src.shape != self.shape:
         src = src.expand(self.shape)
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")

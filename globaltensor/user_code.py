@@ -26,18 +26,18 @@ _FOLDERS = tuple(
     )
 )
 _GENERATED = ("<frozen", "<eval_with_key>", "<attrs", "<__array_function__")  # code that no file holds, and that no user has written
-_known: dict[CodeType, int] = {}
+_known: dict[str, int] = {}  # by file: code objects of two files may be equal
 
 
 def _owner(code: CodeType) -> int:
     """Return whose code it is: of this library, of another one (installed packages, the standard library), or of the user."""
-    found = _known.get(code)
+    name = code.co_filename
+    found = _known.get(name)
     if found is None:
         if len(_known) > _MAX_KNOWN:
             _known.clear()
-        name = code.co_filename
         found = _LIBRARY if name.startswith(_GENERATED) else next((owner for folder, owner in _FOLDERS if name.startswith(folder)), _USER)
-        _known[code] = found
+        _known[name] = found
     return found
 
 

@@ -25,10 +25,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sbp", "placement", "tracebacks", "counted_once"),
     ("spec", "owed"),
     ("wrapper",),
+    ("kinds",),
 
     ("cluster",),
     ("distributed",),
-    ("boxing", "comm", "watchers"),
+    ("boxing", "comm", "watchers", "uncompiled"),
     ("strides",),
     ("moved",),
     ("rules", "reducer"),

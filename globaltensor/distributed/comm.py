@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import DivergenceError
+from ..errors import DivergenceError, GlobalTensorError
+from ..kinds import Kind, refusal
 from ..spec import pieces
 from .divergence import History, Report, describe
 
@@ -202,14 +203,17 @@ class Comm(ABC):
             self._enter("barrier", torch.uint8, _CPU)
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
-    def compare_plain(self, digest: Tensor, text: str, purpose: str) -> None:
-        """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike. Raises DivergenceError, on every rank, if they differ."""
-        self.world.plain, self.world.purpose = text, purpose
+    def compare_plain(self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None) -> None:
+        """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike.
+
+        ``odd``: of what kind this rank's tensor is, if it is no ordinary one. Raises DivergenceError, on every rank, if digests differ; KindError if kinds do.
+        """
+        self.world.plain, self.world.purpose, self.world.odd = text, purpose, odd
         self._enter("comparison of a plain tensor", torch.int64, _CPU)
         parts = self._all_gather_parts(digest, [digest.numel()] * self.size)
         if not all(torch.equal(part, digest) for part in parts):
             raise self._diverged(self.all_gather_unchecked)
-        self.world.plain = self.world.purpose = ""
+        self.world.plain, self.world.purpose, self.world.odd = "", "", None
 
     def _note(self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
         self._enter(kind, dtype, device, op)
@@ -242,13 +246,17 @@ class Comm(ABC):
         """Compare the digest with that of the other ranks, where the data does not carry it."""
         return None
 
-    def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> DivergenceError:
-        """Return the error of ranks whose digests differ. ``exchange``: gives every rank's object to all."""
+    def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> GlobalTensorError:
+        """Return the error of ranks whose digests differ, or of kinds of tensors that do. ``exchange``: gives every rank's object to all."""
         world = self.world
-        report = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories)
+        report = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd)
         reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
         world.forget()
-        return DivergenceError(describe(sorted(reports, key=lambda r: r.rank)))
+        reports.sort(key=lambda r: r.rank)
+        first = next((r for r in reports if r.odd is not None), reports[0])
+        if any(r.odd != first.odd for r in reports):
+            return refusal(first.purpose, {r.rank: r.odd for r in reports})
+        return DivergenceError(describe(reports))
 
     # Reductions
 

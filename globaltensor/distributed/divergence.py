@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..kinds import Kind
 from ..user_code import user_line
 
 __all__ = [
@@ -102,16 +103,17 @@ class Report:
     line: str = ""  # of the user's program
     plain: str = ""  # the plain tensor that is being compared, if that is what the collective is for
     operations: list[tuple[bytes, str]] = field(default_factory=list)
+    odd: Kind | None = None  # of what kind that tensor is, if it is no ordinary one
 
     @staticmethod
-    def here(rank: int, kind: str, purpose: Purpose, plain: str, histories: Sequence[History]) -> Report:
+    def here(rank: int, kind: str, purpose: Purpose, plain: str, histories: Sequence[History], odd: Kind | None = None) -> Report:
         """Return the report of this rank, now."""
         operations = [item for history in histories for item in history.operations.items()]
-        return Report(rank, kind, spelled(purpose), user_line(), plain, operations)
+        return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd)
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return pickle.dumps((self.rank, self.kind, self.purpose, self.line, self.plain, self.operations))
+        return pickle.dumps((self.rank, self.kind, self.purpose, self.line, self.plain, self.operations, self.odd))
 
     @staticmethod
     def unpacked(data: bytes) -> Report:

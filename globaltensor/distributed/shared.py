@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..errors import WorldError
+from ..errors import GlobalTensorError
 from .comm import Handle, Scattered, as_bytes, combine
 from .neighbours import Gone, Neighbours, Part, host
 from .process import MessageComm, ProcessComm
@@ -89,7 +89,7 @@ class SharedComm(ProcessComm):
         near.report(data)
         return [data if i == self.index else near.read_report(rank, _REPORT_SECONDS) for i, rank in enumerate(self.ranks)]
 
-    def _gone(self, near: Neighbours, error: Gone) -> WorldError:
+    def _gone(self, near: Neighbours, error: Gone) -> GlobalTensorError:
         """The error where another rank does not come any more: it may have said why."""
         if self.world.compares and any(near.has_report(rank) for rank in self.ranks if rank != self.world.rank):
             return self._diverged(lambda data: self._reports(near, data))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import DivergenceError, WorldError
+from ..kinds import Kind
 from ..placement import Placement
 from ..spec import Spec
 from .backends import choose, lacking, prepare
@@ -48,6 +49,7 @@ class World(ABC):
     kind = plain = ""  # what the collective is that this rank is in, and which plain tensor is compared there: for errors
     purpose: Purpose = ""  # and what it is for
     seed_agreed = False  # whether the ranks have made sure that they draw from one seed (draws.py)
+    odd: Kind | None = None  # of what kind the plain tensor is that is being compared, if it is no ordinary one
     pace: Any = None  # what compares this rank's ops with those of the others (globaltensor.pace), if anything
     reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
 
@@ -84,6 +86,7 @@ class World(ABC):
         self._histories_of.clear()
         self.plain_places.clear()
         self.kind = self.plain = self.purpose = ""
+        self.odd = None
         for comm in self._comms.values():
             comm.begin_digests()
         if self.reducer is not None:

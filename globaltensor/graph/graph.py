@@ -24,6 +24,7 @@ from ..promote import check_replicated
 from ..reducer import reducer
 from ..rules import RULES
 from ..spec import layout_on
+from ..uncompiled import LEFT_ALONE
 from ..wrapper import GlobalTensor
 from . import passes, report, state
 from .agree import Text, agree, agreed, seed_of, settings
@@ -512,3 +513,6 @@ def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
         local = next(found).detach()
         outs.append(local if result.spec is None else GlobalTensor.wrap(local, result.spec))
     return replaced(structure, iter(outs), Result)
+
+
+LEFT_ALONE.append(Graph)

@@ -10,6 +10,7 @@ import torch
 from ...convert import check_placement, spec_of
 from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError
+from ...kinds import Described, described, refuse
 from ...placement import Placement
 from ...plans import replaced, tensors_in
 from ...promote import check_replicated
@@ -19,8 +20,8 @@ from ...wrapper import GlobalTensor
 __all__ = ["GlobalBatches"]
 
 _END = object()
-#: What a rank tells the others of its batch: its structure, and shape and dtype of each tensor; None: its loader has ended.
-_Told = tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]
+#: What a rank tells the others of its batch: its structure, and shape and dtype (`described`) of each tensor; None: its loader has ended.
+_Told = tuple[Any, list[Described]]
 
 
 class GlobalBatches:
@@ -66,7 +67,7 @@ class GlobalBatches:
         while True:
             batch = next(batches, _END)
             tensors = tensors_in(batch, []) if batch is not _END else []
-            mine = None if batch is _END else (replaced(batch, iter([torch.empty(0)] * len(tensors))), [(tuple(t.shape), t.dtype) for t in tensors])
+            mine = None if batch is _END else (replaced(batch, iter([torch.empty(0)] * len(tensors))), [described(t) for t in tensors])
             told: Sequence[_Told | None] = here.comm(tuple(range(here.size))).all_gather_object(mine) if here.size > 1 else [mine]
             if not self._go_on(told, number):
                 return
@@ -95,6 +96,7 @@ class GlobalBatches:
     def _joined(self, i: int, local: torch.Tensor | None, told: Sequence[_Told | None]) -> GlobalTensor:
         here, where = world(), self.placement
         held = {r: told[r][1][i] for r in where.flat}  # type: ignore[index]
+        refuse(f"GlobalBatches: tensor {i} of a batch", held)
         dims = len(held[where.flat[0]][0])
         layout: list[Sbp] = [e if e.is_split and e.dim < dims else broadcast for e in self.layout]
         spec = spec_of(held, where, layout)
