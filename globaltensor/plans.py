@@ -19,16 +19,18 @@ from .promote import promote
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
-from .strides import note
+from .strides import Note, base_note, differ, note, results
 from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
+    "Answer", "Boxed", "LaidView", "Listed", "Moved", "Plan", "Several", "Through", "Whole", "admit_signs", "bring_together", "describe_call", "inplace_error",
     "name_of", "replaced", "tensors_in",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
+#: Functions that torch refuses by the strides of what they view, and those that copy it then.
+_REFUSED, _COPIED = frozenset(("view", "unflatten", "view_as_complex")), frozenset(("reshape", "flatten", "ravel"))
 _PLACE = torch.empty(0)  # stands where a tensor stood
 
 #: In-training random functions run through this: (function, args, kwargs, coordinates along split axes, placement). Set by globaltensor.draws.
@@ -200,7 +202,7 @@ class Through(Plan):
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "turn")
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -214,7 +216,6 @@ class Boxed(Plan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
-        self.turn: tuple[int, ...] | None = None  # of a view, which dims of its base it has: where strides of parts do not tell (strides.py)
         self.structure: Any = None  # the results' nest, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -264,12 +265,6 @@ class Boxed(Plan):
 
     def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         """The result of that number of a view function's call."""
-        out = self._seen(local, spec, call)
-        if self.turn is not None:
-            note(next(t for t in tensors_in(call[2], tensors_in(call[1], [])) if isinstance(t, GlobalTensor)), out, self.turn)
-        return out
-
-    def _seen(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):
@@ -287,6 +282,58 @@ class Boxed(Plan):
             return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
 
         return MovedView.of(local, spec, base, taken, index)
+
+
+class LaidView(Boxed):
+    """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (strides.py)."""
+
+    __slots__ = ("decides", "known")
+
+    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+        super().__init__(name, src, dst, outs)
+        self.known: dict[tuple[int, ...], list[tuple[int, ...]] | None] = {}  # by the strides of the base, those of the results
+        self.decides = name in _REFUSED or name in _COPIED
+        if self.outside and not differ(src[0].plain):  # parts decide, on the ranks that have some
+            self.decides = False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor) or others:
+            return super().run(func, args, kwargs)
+        rest, named = replaced(args, repeat(_PLACE)), replaced(kwargs, repeat(_PLACE))  # the base is let go
+
+        def taken(x: Any) -> Any:
+            these = iter([x])
+            return func(*replaced(rest, these), **replaced(named, these))
+
+        laid = base_note(base, self.decides)
+        refuses = self.decides and self.name in _REFUSED
+        strides = self._strides(base, laid.strides, taken) if laid.exact or not refuses else []
+        if strides is None:
+            return self._of_copy(func, args, kwargs, base)
+        if self.decides and not laid.exact:
+            out = self._of_copy(func, args, kwargs, base)
+            return MovedView.of(out._local, out._spec, base, taken)
+        out = super().run(func, args, kwargs)
+        exact = laid.exact and self.routes[0] is None and not self.picks
+        for t, found in zip(tensors_in(out, []), strides, strict=True):
+            note(t, Note(found, exact))  # type: ignore[arg-type]
+        return out
+
+    def _strides(self, base: GlobalTensor, strides: tuple[int, ...], taken: Callable[[Any], Any]) -> list[tuple[int, ...]] | None:
+        """Return the strides of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
+        if strides not in self.known:
+            self.known[strides] = results(base, strides, taken, copies=self.decides and self.name in _COPIED)
+        return self.known[strides]
+
+    def _of_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor) -> GlobalTensor:
+        """Run on a copy of the part that is laid row by row."""
+        these = iter([GlobalTensor.wrap(base._local.clone(memory_format=torch.contiguous_format), base._spec)])
+        out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
+        if isinstance(out, MovedView):
+            out.cut()
+        out._memory = None  # nobody else has the copy
+        return out
 
 
 class Listed(Plan):

@@ -25,7 +25,7 @@ from .plans import admit_signs
 from .promote import operand_spec, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
-from .strides import carry_note, stride
+from .strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor
 
@@ -75,7 +75,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     check_placement(placement)
     layout = as_layout(sbp, placement.axes)
     self = arrived(self)
-    spec = gather_specs(self, placement, layout, check_meta)
+    spec, alike = gather_specs(self, placement, layout, check_meta)
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if graph:
@@ -85,6 +85,9 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         return GlobalTensor.wrap(self.view_as(self).to(world().outside(placement.type)) if kept else placeholder(spec).requires_grad_(graph), spec)
     local = self.to(world().device(placement.type), copy=copy)
+    told_alike = alike and len(placement.flat) == world().size and not differ(spec)
+    if not local.is_contiguous() and not told_alike:  # questions about layout in memory have one answer on all ranks
+        local = local.contiguous()
     if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
     else:
@@ -269,17 +272,24 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
 
 def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
-    out = GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    outside = self._spec.placement.coordinate(world().rank) is None
+    out = GlobalTensor.wrap(self._local.clone(memory_format=torch.preserve_format if outside else memory_format), self._spec)
     if memory_format is torch.preserve_format:
         carry_note(self, out)
     return out
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
-    local = self._local.contiguous(memory_format=memory_format)
-    if local is self._local and not _torch.function_mode_on():  # strides may differ from rank to rank; what a recorder sees must not
+    if _torch.function_mode_on() or part_tells(self):
+        local = self._local.contiguous(memory_format=memory_format)
+        if local is self._local and not _torch.function_mode_on():  # what a recorder sees must not depend on strides
+            return self
+        return GlobalTensor.wrap(local, self._spec)
+    if is_contiguous(self, memory_format):
         return self
-    return GlobalTensor.wrap(local, self._spec)
+    out = clone(self, memory_format=memory_format)
+    note(out, Note(torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(), True))
+    return out
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
@@ -323,7 +333,7 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         alone = self._memory is None
         out: Any = view(twin(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
-        self.__dict__.pop("_order", None)
+        forget_note(self)
         carry_note(out, self)
         if isinstance(out, MovedView) and not alone:
             self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
@@ -388,7 +398,7 @@ METHODS: dict[str, Any] = {
     "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16), "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
-    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
+    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride, "is_contiguous": is_contiguous,
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
@@ -404,7 +414,7 @@ METHODS: dict[str, Any] = {
     "is_sparse": property(lambda self: self._local.is_sparse),
     **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
     "data_ptr": lambda self: _torch.storage_key(self._local) if _torch.is_fake(self._local) else self._local.data_ptr(),
-    **{name: of_local(name) for name in ("is_contiguous", "storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
+    **{name: of_local(name) for name in ("storage_offset", "is_pinned", "get_device", "untyped_storage", "is_inference")},
     **{name: of_local(name) for name in ("is_set_to", "is_shared", "is_signed", "is_conj", "is_neg")},
 }  # fmt: skip
 
@@ -460,6 +470,8 @@ for _name in ("detach", "detach_", "clone", "data_ptr", "is_inference", "is_conj
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
+for _name in ("is_contiguous", "stride"):  # torch names the method of the tensor's own class
+    HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[METHODS[_name]] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights
 HANDLERS[_torch.may_take_data] = _may_take_data
