@@ -19,7 +19,7 @@ from .promote import promote
 from .rules import RULES
 from .sbp import broadcast
 from .spec import Spec
-from .strides import Note, base_note, differ, note, results
+from .strides import Note, base_note, by_rows, differ, note, results
 from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor
 
@@ -287,16 +287,37 @@ class Boxed(Plan):
 class LaidView(Boxed):
     """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (strides.py)."""
 
-    __slots__ = ("decides", "known")
+    __slots__ = ("decides", "known", "quick", "refuses", "rows")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__(name, src, dst, outs)
-        self.known: dict[tuple[int, ...], list[tuple[int, ...]] | None] = {}  # by the strides of the base, those of the results
-        self.decides = name in _REFUSED or name in _COPIED
-        if self.outside and not differ(src[0].plain):  # parts decide, on the ranks that have some
-            self.decides = False
+        self.known: dict[Note, list[Note] | None] = {}  # by that of the base, those of the results; None: one device would copy
+        elsewhere = self.outside and not differ(src[0].plain)  # parts decide, on the ranks that have some
+        self.refuses = name in _REFUSED and not elsewhere
+        self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        self.rows = Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None  # as `base_note` has it, mostly
+        self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0] if args and self.quick else None
+        if type(base) not in ORDINARY or not self.single or self.picks:
+            return self._planned(func, args, kwargs)
+        laid = base.__dict__.get("_strides")
+        if laid is None:
+            if self.rows is not None and base._memory is None and base._local.is_contiguous():
+                laid = base.__dict__["_strides"] = self.rows
+            else:
+                laid = base_note(base, self.decides)
+        found = self.known.get(laid)
+        if found is None or (self.decides and not laid.exact):
+            return self._planned(func, args, kwargs)
+        out = GlobalTensor.wrap((self.function or func)(base._local, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
+        share(base, out)
+        out.__dict__["_strides"] = found[0]
+        return out
+
+    def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same for the first base that is laid so, and wherever something else than a view of the part comes out."""
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor) or others:
             return super().run(func, args, kwargs)
@@ -307,24 +328,24 @@ class LaidView(Boxed):
             return func(*replaced(rest, these), **replaced(named, these))
 
         laid = base_note(base, self.decides)
-        refuses = self.decides and self.name in _REFUSED
-        strides = self._strides(base, laid.strides, taken) if laid.exact or not refuses else []
-        if strides is None:
+        notes = self._notes(base, laid, taken) if laid.exact or not self.refuses else []
+        if notes is None:
             return self._of_copy(func, args, kwargs, base)
         if self.decides and not laid.exact:
             out = self._of_copy(func, args, kwargs, base)
             return MovedView.of(out._local, out._spec, base, taken)
         out = super().run(func, args, kwargs)
-        exact = laid.exact and self.routes[0] is None and not self.picks
-        for t, found in zip(tensors_in(out, []), strides, strict=True):
-            note(t, Note(found, exact))  # type: ignore[arg-type]
+        for t, found in zip(tensors_in(out, []), notes, strict=True):
+            note(t, found)  # type: ignore[arg-type]
         return out
 
-    def _strides(self, base: GlobalTensor, strides: tuple[int, ...], taken: Callable[[Any], Any]) -> list[tuple[int, ...]] | None:
-        """Return the strides of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
-        if strides not in self.known:
-            self.known[strides] = results(base, strides, taken, copies=self.decides and self.name in _COPIED)
-        return self.known[strides]
+    def _notes(self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]) -> list[Note] | None:
+        """Return the notes of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
+        if laid not in self.known:
+            exact = laid.exact and self.routes[0] is None and not self.picks
+            strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
+            self.known[laid] = None if strides is None else [Note(found, exact) for found in strides]
+        return self.known[laid]
 
     def _of_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor) -> GlobalTensor:
         """Run on a copy of the part that is laid row by row."""
