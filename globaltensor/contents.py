@@ -16,7 +16,7 @@ from .moved import MovedView, share, twin
 from .promote import operand_spec, promote
 from .sbp import broadcast, partial_sum
 from .spec import Spec, fitting
-from .strides import carry_note
+from .strides import carry_note, forget_note
 from .visible import visible
 from .wrapper import GlobalTensor
 
@@ -84,6 +84,8 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     sharded.forget()
     if isinstance(self, MovedView):
         self.cut()
+    forget_note(self)
+    carry_note(value, self)
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return
@@ -108,7 +110,7 @@ def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
 # ---------------------------------------------------------------------------------------------------------------- the same object, global or plain
 
 #: Where a global tensor without slots keeps what makes it one.
-_FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_order")
+_FIELDS = ("_local", "_spec", "_memory", "_leaf", "_pinned", "_reduce_dtype", "_shard", "_grad_shard", "_kept_grad", "_spare_grad", "_is_param", "_strides")
 
 
 def become_global(plain: torch.Tensor, value: GlobalTensor, grad: GlobalTensor | None = None) -> None:

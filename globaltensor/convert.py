@@ -51,17 +51,21 @@ def device_type(device: Any) -> str:
     return str(device.type)
 
 
-def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> Spec:
-    """The spec of the global tensor whose parts are the ranks' local tensors. Collective over the world where ``check``."""
+def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp], check: bool) -> tuple[Spec, bool]:
+    """Return the spec of the global tensor whose parts are the ranks' local tensors, and whether all are laid in memory alike. Collective over the world if
+    ``check``."""
     here = world()
     mine = described(local, placement)
+    order = () if isinstance(mine, Kind) or local.is_contiguous() else tuple(sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)))
+    alike = True
     if check and here.size > 1:
         with _torch.real_tensors() if isinstance(mine, Kind) else contextlib.nullcontext():  # a rank whose tensors have no memory tells so, too
-            told = here.comm(tuple(range(here.size))).all_gather_object(mine)
-        held = {r: told[r] for r in placement.flat}
+            told = here.comm(tuple(range(here.size))).all_gather_object((mine, order))
+        held = {r: told[r][0] for r in placement.flat}
+        alike = len({told[r][1] for r in placement.flat}) == 1
     else:
         held = dict.fromkeys(placement.flat, mine)
-    return spec_of(held, placement, layout)
+    return spec_of(held, placement, layout), alike
 
 
 def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:

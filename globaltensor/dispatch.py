@@ -23,14 +23,14 @@ from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelErro
 from .moved import MovedView
 from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
-from .plans import Answer, Boxed, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
+from .plans import Answer, Boxed, LaidView, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
 from .promote import operand_spec, promote
 from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
 from .rules.quotient import settle
 from .sbp import broadcast
 from .spec import Spec, Stored, fitting, layout_on
-from .strides import turn
+from .strides import differ, permutes
 from .trial import check_dtypes, on_meta, operands_among
 from .visible import SEEN, apply
 from .wrapper import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
@@ -475,12 +475,13 @@ def _is_ours(func: Any) -> bool:
 def _freeze(
     kind: type[Boxed], func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice, structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Plan:
+    if kind is Boxed and op.view and not rule.inplace and not _torch.function_mode_on() and _hides_strides(op, specs[0], choice.outs, structure):
+        kind = LaidView
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
     done.random = op.random
-    done.turn = turn(op.dims[0], op.out[0], choice.outs[0]) if op.view and done.single else None
     rank = world().rank
     if not done.outside:
         if op.local is not None:
@@ -495,7 +496,7 @@ def _freeze(
         return done  # a recorder is at work: it wants to be asked at each step
     if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
-    if flat and done.single and done.turn is None:
+    if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
         done.usual = done.dtype is torch.get_default_dtype() and done.device.type == "cpu"
@@ -504,6 +505,13 @@ def _freeze(
     elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):
         return Listed(done)
     return done
+
+
+def _hides_strides(op: Op, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
+    """Return True of a view function whose parts may not tell how the whole results are laid in memory."""
+    if base.placement.coordinate(world().rank) is None or any(differ(s.plain) for s in (base, *outs)):
+        return True
+    return isinstance(structure, torch.Tensor) and permutes(op.dims[0], op.out[0], outs[0])
 
 
 def _is_list(args: tuple[Any, ...]) -> bool:

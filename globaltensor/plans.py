@@ -22,16 +22,18 @@ from .promote import promote
 from .rules import RULES, Range
 from .sbp import broadcast
 from .spec import Spec
-from .strides import note
+from .strides import Note, base_note, by_rows, differ, note, results
 from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Guarded", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
+    "Answer", "Boxed", "Guarded", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
     "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
+#: Functions that torch refuses by the strides of what they view, and those that copy it then.
+_REFUSED, _COPIED = frozenset(("view", "unflatten", "view_as_complex")), frozenset(("reshape", "flatten", "ravel"))
 _PLACE = torch.empty(0)  # stands where a tensor stood
 _MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
 
@@ -286,7 +288,7 @@ def check_range(index: torch.Tensor, allowed: Range) -> None:
 class Boxed(Plan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
-    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic", "turn")
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
 
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
@@ -300,7 +302,6 @@ class Boxed(Plan):
         self.random = False
         self.single = False
         self.coordinates: tuple[int, ...] | None = None
-        self.turn: tuple[int, ...] | None = None  # of a view, which dims of its base it has: where strides of parts do not tell (strides.py)
         self.structure: Any = None  # the results' nest, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -355,12 +356,6 @@ class Boxed(Plan):
 
     def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         """The result of that number of a view function's call."""
-        out = self._seen(local, spec, call)
-        if self.turn is not None:
-            note(next(t for t in tensors_in(call[2], tensors_in(call[1], [])) if isinstance(t, GlobalTensor)), out, self.turn)
-        return out
-
-    def _seen(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
         func, args, kwargs, i = call
         base, *others = tensors_in(kwargs, tensors_in(args, []))
         if not isinstance(base, GlobalTensor):
@@ -378,6 +373,79 @@ class Boxed(Plan):
             return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
 
         return MovedView.of(local, spec, base, taken, index)
+
+
+class LaidView(Boxed):
+    """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (strides.py)."""
+
+    __slots__ = ("decides", "known", "quick", "refuses", "rows")
+
+    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+        super().__init__(name, src, dst, outs)
+        self.known: dict[Note, list[Note] | None] = {}  # by that of the base, those of the results; None: one device would copy
+        elsewhere = self.outside and not differ(src[0].plain)  # parts decide, on the ranks that have some
+        self.refuses = name in _REFUSED and not elsewhere
+        self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        self.rows = Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None  # as `base_note` has it, mostly
+        self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0] if args and self.quick else None
+        if type(base) not in ORDINARY or not self.single or self.picks:
+            return self._planned(func, args, kwargs)
+        laid = base.__dict__.get("_strides")
+        if laid is None:
+            if self.rows is not None and base._memory is None and base._local.is_contiguous():
+                laid = base.__dict__["_strides"] = self.rows
+            else:
+                laid = base_note(base, self.decides)
+        found = self.known.get(laid)
+        if found is None or (self.decides and not laid.exact):
+            return self._planned(func, args, kwargs)
+        out = GlobalTensor.wrap((self.function or func)(base._local, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
+        share(base, out)
+        out.__dict__["_strides"] = found[0]
+        return out
+
+    def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same for the first base that is laid so, and wherever something else than a view of the part comes out."""
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor) or others:
+            return super().run(func, args, kwargs)
+        rest, named = replaced(args, repeat(_PLACE)), replaced(kwargs, repeat(_PLACE))  # the base is let go
+
+        def taken(x: Any) -> Any:
+            these = iter([x])
+            return func(*replaced(rest, these), **replaced(named, these))
+
+        laid = base_note(base, self.decides)
+        notes = self._notes(base, laid, taken) if laid.exact or not self.refuses else []
+        if notes is None:
+            return self._of_copy(func, args, kwargs, base)
+        if self.decides and not laid.exact:
+            out = self._of_copy(func, args, kwargs, base)
+            return MovedView.of(out._local, out._spec, base, taken)
+        out = super().run(func, args, kwargs)
+        for t, found in zip(tensors_in(out, []), notes, strict=True):
+            note(t, found)  # type: ignore[arg-type]
+        return out
+
+    def _notes(self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]) -> list[Note] | None:
+        """Return the notes of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
+        if laid not in self.known:
+            exact = laid.exact and self.routes[0] is None and not self.picks
+            strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
+            self.known[laid] = None if strides is None else [Note(found, exact) for found in strides]
+        return self.known[laid]
+
+    def _of_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor) -> GlobalTensor:
+        """Run on a copy of the part that is laid row by row."""
+        these = iter([GlobalTensor.wrap(base._local.clone(memory_format=torch.contiguous_format), base._spec)])
+        out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
+        if isinstance(out, MovedView):
+            out.cut()
+        out._memory = None  # nobody else has the copy
+        return out
 
 
 class Listed(Plan):

@@ -1,53 +1,154 @@
-"""In what order the elements of a whole tensor would stand in memory: told by the parts, where they can tell, and the same on every rank."""
+"""Strides of a whole tensor, as one device would have them: questions about layout in memory have one answer on all ranks.
+
+Where no part is empty, and none has one element of a dim of which others have more, all parts tell alike, and the part answers. Elsewhere (`differ`) a part may
+be contiguous, or may be viewed in another shape, only because a dim of it has size 1. There the answer follows from what all ranks know: a view notes the
+strides that one device would have (the function itself, run on a meta tensor with the strides of its base); anything else counts as laid row by row.
+
+Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on every rank or on none (`LaidView` in plans.py). A note is
+exact if the parts are laid so, too: where it starts from a tensor with which none shares memory, whose part is laid row by row first. If it is not, such a
+function works on a copy, and what is written into either reaches the other as in any view that had to move data (moved.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from . import _torch
 from .distributed.world import world
 from .spec import Spec, nested
-from .wrapper import GlobalTensor
+from .wrapper import ORDINARY, GlobalTensor
 
-__all__ = ["carry_note", "laid", "lies_in_order", "note", "stride", "turn"]
+__all__ = [
+    "Note", "base_note", "by_rows", "carry_note", "differ", "forget_note", "is_contiguous", "laid", "note", "note_of", "part_tells", "permutes", "results",
+    "stride",
+]  # fmt: skip
+
+
+class Note(NamedTuple):
+    """The strides that one device would have. ``exact``: the parts are laid so."""
+
+    strides: tuple[int, ...]
+    exact: bool
 
 
 @lru_cache(maxsize=1 << 12)
-def hidden(spec: Spec) -> bool:
-    """Whether parts may not tell: some part is empty, or has one element of a dim of which others have more, whose stride says nothing of where it stands among
-    the others. Where all have one all tell the same, mostly what is right: it counts for matrices, and calls on more dims keep their pace."""
+def differ(spec: Spec) -> bool:
+    """Return True if parts may answer differently: some part is empty, or has one element of a dim of which others have more."""
     for d, n in enumerate(spec.shape):
         sizes = {length for _, length in nested(n, spec.chain(d))} if n else {1}
-        if 0 in sizes or (1 in sizes and n > 1 and (len(sizes) > 1 or len(spec.shape) == 2)):
+        if 0 in sizes or (1 in sizes and n > 1 and len(sizes) > 1):
             return True
     return False
 
 
-def turn(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> tuple[int, ...] | None:
-    """A view function gives the factors ``given`` of what has the factors ``taken``: which of its dims each of the view's is, where that has to be noted for
-    `stride` because the parts of ``spec`` may not tell."""
-    if len(given) < 2 or len(given) != len(taken) or None in given or set(given) != set(taken) or len(set(given)) < len(given) or not hidden(spec.plain):
-        return None
-    return tuple(list(taken).index(f) for f in given)
+@lru_cache(maxsize=1 << 12)
+def hidden(spec: Spec) -> bool:
+    """Return True if parts may not tell in which order dims stand: they `differ`, or all have one element of a dim. The latter counts for matrices only: in
+    more dims what the parts tell is mostly right, and calls on them keep their pace."""
+    return differ(spec) or (len(spec.shape) == 2 and any(n > 1 and {length for _, length in nested(n, spec.chain(d))} == {1} for d, n in enumerate(spec.shape)))
 
 
-def note(source: GlobalTensor, view: GlobalTensor, dims: Sequence[int]) -> None:
-    """``view`` has these dims of ``source``."""
-    view.__dict__["_order"] = [dims.index(d) for d in _order(source)]
+def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
+    """Return True if a view function only changes the order of dims, and the parts of ``spec``, its result, may not tell in which they stand. ``taken``,
+    ``given``: the factors of its base and of its result."""
+    factors = set(given)
+    return len(given) > 1 and len(given) == len(taken) == len(factors) and None not in factors and factors == set(taken) and hidden(spec.plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------- notes
+
+
+def note(x: GlobalTensor, strides: Note) -> None:
+    x.__dict__["_strides"] = strides
+
+
+def note_of(x: GlobalTensor) -> Note | None:
+    return x.__dict__.get("_strides")
 
 
 def carry_note(source: GlobalTensor, other: GlobalTensor) -> None:
     """``other`` shows what ``source`` does."""
-    if (order := source.__dict__.get("_order")) is not None:
-        other.__dict__["_order"] = order
+    if (found := source.__dict__.get("_strides")) is not None:
+        other.__dict__["_strides"] = found
 
 
-def _order(x: GlobalTensor) -> Sequence[int]:
-    """The dims from the outermost to the innermost."""
-    return x.__dict__.get("_order", range(x.dim()))  # type: ignore[no-any-return]
+def forget_note(x: GlobalTensor) -> None:
+    """``x`` is about to hold something else."""
+    x.__dict__.pop("_strides", None)
+
+
+def by_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor that is laid row by row."""
+    steps, step = [1] * len(shape), 1
+    for d in range(len(shape) - 1, -1, -1):
+        steps[d] = step
+        step *= max(shape[d], 1)
+    return tuple(steps)
+
+
+def part_tells(x: GlobalTensor) -> bool:
+    """Return True if this rank's part, and so every rank's, answers for the whole."""
+    return not differ(x._spec.plain) and x._spec.placement.coordinate(world().rank) is not None
+
+
+def base_note(x: GlobalTensor, decides: bool) -> Note:
+    """Return the strides of what a view is taken of. ``decides``: the function may be refused by them."""
+    found = note_of(x)
+    if found is not None:
+        return found
+    if part_tells(x):
+        return Note(stride(x), _is_dense(x._local))
+    if x._memory is None and type(x) in ORDINARY and (decides or x._pinned):
+        _lay_by_rows(x)
+        found = Note(by_rows(x.shape), True)
+        note(x, found)
+        return found
+    return Note(by_rows(x.shape), False)
+
+
+def _lay_by_rows(x: GlobalTensor) -> None:
+    """Lay the part of ``x``, which shares memory with no other global tensor, row by row."""
+    local = x._local
+    if local.is_contiguous():
+        return
+    if local.is_leaf and local.requires_grad:
+        local.data = local.data.contiguous()
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or local.requires_grad):
+            x._local = local.contiguous()
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Return True if a tensor's elements are all that its memory holds, each once."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) == t.numel() - 1 if t.numel() else True
+
+
+def results(base: GlobalTensor, strides: tuple[int, ...], call: Callable[[torch.Tensor], Any], copies: bool) -> list[tuple[int, ...]] | None:
+    """Return the strides of what a view function gives of a tensor like ``base`` that is laid so on one device. Raises what torch raises.
+
+    ``copies``: a function that copies what it cannot view so; of a copy return None.
+    """
+    with torch.no_grad(), _torch.without_function_modes(), _torch.unobserved(), _torch.real_tensors():
+        source = _on_meta(base, strides)
+        out = call(source)
+        if copies:
+            try:
+                source.view(out.shape)
+            except RuntimeError:
+                return None
+    return [t.stride() for t in (out if isinstance(out, (tuple, list)) else [out])]
+
+
+def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
+
+
+# ---------------------------------------------------------------------------------------------------------------- questions
 
 
 def stride(self: GlobalTensor, dim: int | None = None) -> Any:
@@ -55,21 +156,36 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
     shape, local = self.shape, self._local
     if local.shape == shape and local.dim() and all(e.kind != "split" or n == 1 for e, n in zip(self._spec.layout, self._spec.placement.shape, strict=True)):
         out = local.stride()
+    elif not hidden(self._spec.plain) and local.dim() == len(shape):
+        out = _in_order(shape, local.stride())
     else:
-        told = not hidden(self._spec.plain) and local.dim() == len(shape)
-        steps, step = [0] * len(shape), 1
-        for d in reversed(sorted(range(len(shape)), key=lambda d: (-local.stride(d), d)) if told else _order(self)):
-            steps[d] = step if not told or local.stride(d) or shape[d] <= 1 else 0
-            step *= max(shape[d], 1) if steps[d] else 1
-        out = tuple(steps)
+        found = note_of(self)
+        out = by_rows(shape) if found is None else _without_gaps(shape, found.strides)
     return out if dim is None else out[dim]
 
 
-def lies_in_order(x: GlobalTensor, memory_format: torch.memory_format) -> bool:
-    """Return True if a tensor lies so in memory. Where parts may not tell, the whole tensor, of which all ranks know the same, has to lie so too."""
-    if hidden(x._spec.plain) and not torch.empty_strided(x.shape, stride(x), device="meta").is_contiguous(memory_format=memory_format):
-        return False
-    return x._local.is_contiguous(memory_format=memory_format)
+def _without_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of one device as they are, or, if they leave gaps, the same without."""
+    spread = [(n, s) for n, s in zip(shape, strides, strict=True) if s]
+    dense = sum((n - 1) * s for n, s in spread if n > 1) + 1 == math.prod(n for n, _ in spread)
+    return strides if dense else _in_order(shape, strides)
+
+
+def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape with dims in the order of ``strides``, and nothing between its elements."""
+    steps, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        steps[d] = step if strides[d] or shape[d] <= 1 else 0
+        step *= max(shape[d], 1) if steps[d] else 1
+    return tuple(steps)
+
+
+def is_contiguous(self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Return what one device would, the same on every rank."""
+    found = note_of(self)
+    if found is None and part_tells(self):
+        return self._local.is_contiguous(memory_format=memory_format)
+    return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(memory_format=memory_format)
 
 
 def laid(x: GlobalTensor) -> tuple[int, ...] | None:

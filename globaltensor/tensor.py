@@ -25,7 +25,7 @@ from .plans import admit_signs
 from .promote import operand_spec, promote
 from .sbp import Sbp, as_layout, broadcast
 from .spec import Spec
-from .strides import carry_note, lies_in_order, stride
+from .strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
 from .visible import apply, visible
 from .wrapper import SEEN_AS, GlobalTensor, refuse_transforms
 
@@ -77,7 +77,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
     layout = as_layout(sbp, placement.axes)
     refuse_transforms()
     self = arrived(self)
-    spec = gather_specs(self, placement, layout, check_meta)
+    spec, alike = gather_specs(self, placement, layout, check_meta)
     world().history((placement,)).record(b"to_global" + spec.text)
     graph = self.requires_grad and torch.is_grad_enabled()
     if placement.coordinate(world().rank) is None:
@@ -90,6 +90,9 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         reducer.watch(local)
         return GlobalTensor.wrap(local, spec)
     local = self.to(world().device(placement.type), copy=copy)
+    told_alike = alike and len(placement.flat) == world().size and not differ(spec)
+    if not local.is_contiguous() and not told_alike:  # questions about layout in memory have one answer on all ranks
+        local = local.contiguous()
     if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
         reducer.watch(out._local)
@@ -289,18 +292,24 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
 
 def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> GlobalTensor:
-    out = GlobalTensor.wrap(self._local.clone(memory_format=memory_format), self._spec)
+    outside = self._spec.placement.coordinate(world().rank) is None
+    out = GlobalTensor.wrap(self._local.clone(memory_format=torch.preserve_format if outside else memory_format), self._spec)
     if memory_format is torch.preserve_format:
         carry_note(self, out)
     return out
 
 
 def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format) -> GlobalTensor:
-    """Return the tensor itself where it lies so in memory, else a copy that does."""
-    if lies_in_order(self, memory_format) and not _torch.function_mode_on():  # what a recorder sees must not depend on the rank
+    if _torch.function_mode_on() or part_tells(self):
+        local = self._local.contiguous(memory_format=memory_format)
+        if local is self._local and not _torch.function_mode_on():  # what a recorder sees must not depend on strides
+            return self
+        return GlobalTensor.wrap(local, self._spec)
+    if is_contiguous(self, memory_format):
         return self
-    local = self._local.contiguous(memory_format=memory_format)
-    return GlobalTensor.wrap(local.clone(memory_format=memory_format) if local is self._local else local, self._spec)
+    out = clone(self, memory_format=memory_format)
+    note(out, Note(torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(), True))
+    return out
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
@@ -344,7 +353,7 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         alone = self._memory is None
         out: Any = view(twin(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
-        self.__dict__.pop("_order", None)
+        forget_note(self)
         carry_note(out, self)
         if isinstance(out, MovedView) and not alone:
             self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
@@ -383,7 +392,7 @@ METHODS: dict[str, Any] = {
     "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16), "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
-    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride,
+    "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride, "is_contiguous": is_contiguous,
     "requires_grad_": requires_grad_, "retain_grad": hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": hooks.register_hook,
     "register_post_accumulate_grad_hook": hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
@@ -398,7 +407,7 @@ METHODS: dict[str, Any] = {
     "is_meta": property(lambda self: self._local.is_meta), "layout": property(lambda self: self._local.layout),
     "is_sparse": property(lambda self: self._local.is_sparse),
     **{name: property(lambda self: False) for name in ("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_lazy")},
-    **{name: of_local(name) for name in ("is_contiguous", "is_pinned", "get_device", "is_inference", "is_signed", "is_conj", "is_neg")},
+    **{name: of_local(name) for name in ("is_pinned", "get_device", "is_inference", "is_signed", "is_conj", "is_neg")},
     **{name: of_local(name) for name in ("is_shared", "storage_type")},
     **memory.METHODS,
 }  # fmt: skip
@@ -466,6 +475,8 @@ for _name in ("detach", "detach_", "clone", "is_inference", "is_shared", "storag
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
+for _name in ("is_contiguous", "stride"):  # torch names the method of the tensor's own class
+    HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[METHODS[_name]] = _method(_name)
 HANDLERS[torch.Tensor.copy_] = plain_copy_
 HANDLERS[torch.Tensor.resize_as_] = lambda func, args, kwargs: args[0].resize_(args[1].shape, **kwargs)
 HANDLERS[_torch.flatten_recurrent_weights] = _flatten_weights

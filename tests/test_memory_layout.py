@@ -1,0 +1,249 @@
+"""Questions about layout in memory: one answer on all ranks, that of one device, also where a part has one element of a dim or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+
+import globaltensor as flow
+from globaltensor.distributed.world import world
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+SHAPES = ((4, 3), (3, 4), (3, 3), (3, 2, 4), (2, 3, 2), (1, 3), (3, 1), (1, 1))
+
+#: What is looked at: views, views of views, results of ops.
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "t": lambda x: x.transpose(0, 1),
+    "t t": lambda x: x.transpose(0, 1).transpose(0, 1),
+    "mT": lambda x: x.mT,
+    "columns": lambda x: x[:, :2],
+    "rows": lambda x: x[1:],
+    "every other": lambda x: x[::2],
+    "last": lambda x: x[..., :1],
+    "row": lambda x: x[0],
+    "column": lambda x: x[:, 0],
+    "narrow": lambda x: x.narrow(1, 0, 1),
+    "expand": lambda x: x.expand(2, *x.shape),
+    "spread": lambda x: x[:, :1].expand(x.shape),
+    "unsqueeze": lambda x: x.transpose(0, 1).unsqueeze(1),
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "unbind": lambda x: x.unbind(1)[0],
+    "diagonal": lambda x: x.diagonal(),
+    "unfold": lambda x: x.unfold(1, 1, 1),
+    "flat": lambda x: x.reshape(-1),
+    "flat t": lambda x: x.transpose(0, 1).flatten(),
+    "contiguous t": lambda x: x.transpose(0, 1).contiguous(),
+    "detached t": lambda x: x.detach().transpose(0, 1),
+    "t detached": lambda x: x.transpose(0, 1).detach(),
+    "t_": lambda x: x.clone().t_() if x.dim() == 2 else x,
+    "sum": lambda x: x + 1,
+    "clone": lambda x: x.clone(),
+}
+#: Questions, and functions that torch refuses by strides. Of these the result, or that it is refused.
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "is_contiguous": lambda x: x.is_contiguous(),
+    "as a function": lambda x: torch.Tensor.is_contiguous(x),
+    "channels_last": lambda x: x.unsqueeze(0).unsqueeze(0).is_contiguous(memory_format=torch.channels_last) if x.dim() == 2 else None,
+    "dim_order": lambda x: x.dim_order() if 1 not in x.shape and 0 not in x.stride() else None,
+    "view(-1)": lambda x: x.view(-1),
+    "view(shape)": lambda x: x.view(1, *x.shape, 1),
+    "view(dims)": lambda x: x.view(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x.view(1, -1),
+    "view(wider)": lambda x: x.view(torch.float64),
+    "view(narrower)": lambda x: x.view(torch.float16).float(),
+    "view(as wide)": lambda x: x.view(torch.int32),
+    "view_as": lambda x: x.view_as(x.reshape(-1)),
+    "unflatten": lambda x: x.unflatten(0, (1, -1)),
+    "view_as_complex": lambda x: torch.view_as_complex(x),
+    "reshape": lambda x: x.reshape(-1),
+    "contiguous": lambda x: x.contiguous().view(-1),
+    "contiguous is itself": lambda x: x.contiguous() is x,
+}
+
+
+def answer(question: Callable[[Any], Any], x: Any) -> Any:
+    """Return the answer, or that it is refused; a tensor as its shape and values, where all ranks have one."""
+    try:
+        out = question(x)
+    except RuntimeError as error:
+        out = "refused", str(error).partition(" (")[0][:20]
+    if world().size > 1:
+        told = world().comm(tuple(range(world().size))).all_gather_object(tuple(out.shape) if isinstance(out, torch.Tensor) else out)
+        if any(t != told[0] for t in told):
+            return "ranks differ", told
+    if not isinstance(out, torch.Tensor):
+        return out
+    value = torch.from_numpy(out.detach().numpy())
+    return tuple(value.shape), (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).tolist()
+
+
+def data(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def answers(shape: tuple[int, ...], laid: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """Return every answer; each question is asked of a tensor made anew."""
+    out = {}
+    for program, make in PROGRAMS.items():
+        for name, question in QUESTIONS.items():
+            try:
+                x = make(laid(data(shape)))
+            except (RuntimeError, IndexError, ValueError) as error:
+                out[f"{program}: {name}"] = type(error).__name__
+                continue
+            out[f"{program}: {name}"] = answer(question, x)
+    return out
+
+
+def on_ranks(shape: tuple[int, ...], dims: list[int | None]) -> list[dict[str, Any]]:
+    where = flow.placement.all("cpu")
+    return [answers(shape, lambda t, dim=dim: t.to_global(where, B).to_global(sbp=B if dim is None else S(dim))) for dim in dims]  # type: ignore[misc, attr-defined]
+
+
+#: What moves data here, or of which a part answers though all parts have one element of a dim: laid in memory by itself.
+BY_ITSELF = ("row:", "column", "last", "rows", "every other", "narrow", "chunk", "unbind", "diagonal", "spread", "unfold", "flat", "expand", "detached", "t_")
+ABOUT_MEMORY = ("is_contiguous", "as a function", "channels_last", "dim_order", "contiguous is itself")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
+    dims: list[int | None] = [None, *range(len(shape))]
+    first, second = run_on(2, on_ranks, shape, dims, timeout=120)
+    want = answers(shape, lambda t: t)
+    for dim, got, other in zip(dims, first, second, strict=True):
+        assert got == other
+        for asked, answer in got.items():
+            program, question = asked.split(": ")
+            about = dim, asked, answer, want[asked]
+            assert not (isinstance(answer, tuple) and answer[0] == "ranks differ"), about
+            if question in ABOUT_MEMORY:
+                assert answer == want[asked] or f"{program}:".startswith(BY_ITSELF) or dim is None or shape[dim] % 2 == 0, about
+            elif want[asked][0] != "refused":  # what one device takes is taken, and gives the same
+                assert answer == want[asked], about
+            elif dim is not None and shape[dim] % 2 and not f"{program}:".startswith(BY_ITSELF):
+                assert answer[0] == "refused", about
+
+
+def test_the_question_of_the_issue() -> None:
+    assert run_on(2, of_the_issue) == [[False, True, "refused"]] * 2
+
+
+def of_the_issue() -> list[Any]:
+    where = flow.placement.all("cpu")
+    g: Any = torch.arange(12.0).view(4, 3).to_global(where, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    x = g.to_global(sbp=S(1)).t()
+    return [x.is_contiguous(), x.contiguous().is_contiguous(), answer(lambda x: x.view(-1), x)[0]]
+
+
+def on_two_axes() -> list[dict[str, Any]]:
+    where = flow.placement("cpu", [[0, 1], [2, 3]])
+    return [answers((3, 5), lambda t, sbp=sbp: t.to_global(where, [B, B]).to_global(sbp=list(sbp))) for sbp in ((S(0), S(1)), (S(0), S(0)), (B, S(1)))]  # type: ignore[misc, attr-defined]
+
+
+def test_four_ranks_on_two_axes_answer_alike() -> None:
+    every = run_on(4, on_two_axes, timeout=120)
+    want = answers((3, 5), lambda t: t)
+    for got in every[0]:
+        for asked, answer in got.items():
+            assert not (isinstance(answer, tuple) and answer[0] == "ranks differ"), (asked, answer)
+            assert asked.split(": ")[1] in ABOUT_MEMORY or want[asked][0] == "refused" or answer == want[asked], (asked, answer, want[asked])
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory that is shared
+
+#: Views that one device has, of tensors whose parts have one element of a dim: which of them a part could view differs by rank.
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "view": lambda x: x.view(-1),
+    "view of t t": lambda x: x.transpose(0, 1).transpose(0, 1).view(-1),
+    "view of a row": lambda x: x[1:2].view(-1),
+    "unflatten": lambda x: x.unflatten(0, (1, -1)),
+    "view after a view": lambda x: (x[0], x.view(-1))[1],
+    "view of detached": lambda x: x.detach().view(-1),
+    "reshape": lambda x: x.reshape(-1),
+    "reshape of t": lambda x: x.transpose(0, 1).reshape(-1),
+    "flatten of rows": lambda x: x[1:].flatten(),
+    "view of sum of t": lambda x: (x.transpose(0, 1) + 1).transpose(0, 1).view(-1),
+}
+
+
+def written(x: Any) -> list[Any]:
+    out = []
+    for make in SHARED.values():
+        base = x.clone()
+        seen = make(base)
+        seen.mul_(10)
+        base.add_(1)
+        seen[0] = -5
+        out.append([torch.from_numpy(t.detach().numpy()).tolist() for t in (base, seen)])
+    return out
+
+
+def written_on_ranks(shape: tuple[int, ...]) -> list[Any]:
+    g: Any = data(shape).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    return [written(g.to_global(sbp=S(d))) for d in range(len(shape)) if shape[d] % 2]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (3, 3)], ids=str)
+def test_what_is_written_into_such_views_is_shared_as_on_one_device(shape: tuple[int, ...]) -> None:
+    want = written(data(shape))
+    for results in run_on(2, written_on_ranks, shape):
+        for got in results:
+            for name, g, w in zip(SHARED, got, want, strict=True):
+                assert g == w, name
+
+
+def trained(make: Callable[[Any], Any]) -> list[Any]:
+    out = []
+    for name in ("view", "view of t t", "view of a row", "contiguous t", "reshape of t", "view of sum of t"):
+        x: Any = make(torch.arange(12.0).view(4, 3)).requires_grad_()
+        seen = SHARED[name](x) if name in SHARED else x.transpose(0, 1).contiguous().view(-1)
+        (seen * torch.arange(float(seen.numel()))).sum().backward()
+        out.append(torch.from_numpy(x.grad.numpy()).tolist())
+    return out
+
+
+def trained_on_ranks() -> list[Any]:
+    return [trained(lambda t, d=d: t.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(d)).detach()) for d in (0, 1)]  # type: ignore[misc]
+
+
+def test_gradients_of_such_views() -> None:
+    want = trained(lambda t: t)
+    assert run_on(2, trained_on_ranks) == [[want, want]] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- local tensors laid otherwise
+
+
+def given_otherwise() -> list[Any]:
+    where, rank = flow.placement.all("cpu"), world().rank
+    out: list[Any] = []
+    for plain in ((torch.ones(3, 4).t() if rank else torch.ones(4, 3)), torch.ones(3, 4).t(), torch.ones(3, 2 - rank).t(), torch.ones(6, 2 - rank).t()[:, ::2]):
+        x: Any = plain.to_global(where, S(0))  # type: ignore[attr-defined]
+        alone: Any = x.to_global(placement=flow.placement("cpu", [0]), sbp=B)
+        for t in (x, x.t(), alone, alone.t()):
+            out += [t.is_contiguous(), t.stride(), answer(lambda t: t.view(-1), t)[0] == "refused"]
+    return out
+
+
+def test_local_tensors_that_are_laid_otherwise() -> None:
+    first, second = run_on(2, given_otherwise)
+    assert first == second
+
+
+def outside() -> list[Any]:
+    where = flow.placement("cpu", [1])
+    x: Any = torch.arange(12.0).view(4, 3).to_global(where, B)  # type: ignore[attr-defined]
+    seen = [x, x.t(), x[:, :2], x.t().t(), x.t().contiguous(), x.expand(2, 4, 3), x[0], x.reshape(2, 6)]
+    return [(t.is_contiguous(), t.stride()) for t in seen]
+
+
+def test_a_rank_outside_the_placement_answers_as_those_inside() -> None:
+    first, second = run_on(2, outside)
+    assert [contiguous for contiguous, _ in first] == [contiguous for contiguous, _ in second]
+    x = torch.arange(12.0).view(4, 3)
+    seen = [x, x.t(), x[:, :2], x.t().t(), x.t().contiguous(), x.expand(2, 4, 3), x[0], x.reshape(2, 6)]
+    assert [contiguous for contiguous, _ in first] == [t.is_contiguous() for t in seen]
