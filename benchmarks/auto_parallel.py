@@ -28,18 +28,18 @@ from torch import Tensor, nn
 from train_gpt import loss_of
 
 import globaltensor as flow
-from globaltensor.auto import arrange
+from globaltensor.auto.apply import graphs
 from globaltensor.auto.api import recipes_of
-from globaltensor.auto.candidates import Menu, fills
-from globaltensor.auto.formulate import formulate
-from globaltensor.auto.prices import Prices
-from globaltensor.auto.reading import read_plan
-from globaltensor.auto.search import Found, data_parallel, told_by
+from globaltensor.auto.cost.strategies import Menu, fills
+from globaltensor.auto.intra_op.formulate import formulate
+from globaltensor.auto.cost.reshard_cost import Prices
+from globaltensor.auto.intra_op.read_solution import read_plan
+from globaltensor.auto.intra_op.search import Found, data_parallel, told_by
 from globaltensor.auto.solver import solve
-from globaltensor.auto.whole import shaken
+from globaltensor.auto.calibrate.steps import shaken
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.world import world
-from globaltensor.profiling import profile
+from globaltensor.auto.profile import profile
 
 T = TypeVar("T")
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -122,7 +122,7 @@ def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, state
     """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the best for costs to which as much is added at random, in
     parts of a node's mean cost: so it is near the best one."""
     fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
-    formulation = formulate(calls, cluster, mesh, arrange.options_of(auto, cluster, fixed, states))
+    formulation = formulate(calls, cluster, mesh, graphs.options_of(auto, cluster, fixed, states))
     best = agreed(solve(formulation.problem))
     if noise and best.feasible:
         best = agreed(solve(shaken(formulation, noise * float(best.cost) / len(best.choice), seed)))
@@ -184,7 +184,7 @@ class Step(flow.nn.Graph):
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
         self.config.enable_auto_parallel()
         self.config.enable_auto_memory("Disable")
-        arrange.follow(self, way.choose)
+        graphs.follow(self, way.choose)
 
     def build(self, batch: Tensor) -> Tensor:
         loss = self.model(batch)

@@ -18,11 +18,11 @@ from common import keep, options, table
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.auto.formulate import Options
-from globaltensor.auto.search import search
-from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.intra_op.search import search
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
-from globaltensor.placement import Placement
+from globaltensor.sharding.placement import Placement
 
 DEVICES, SIDE = 512, 8
 

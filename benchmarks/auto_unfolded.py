@@ -16,12 +16,12 @@ from common import Size, keep, options, table
 from torch import Tensor, nn
 from train_gpt import loss_of
 
-from globaltensor.auto.formulate import Options, formulate
+from globaltensor.auto.intra_op.formulate import Options, formulate
 from globaltensor.auto.solver import solve
-from globaltensor.auto.trace import calls_of_model
-from globaltensor.auto.unfolded import Unfolded
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.intra_op.separate_backward import Unfolded
 from globaltensor.cluster import Cluster
-from globaltensor.placement import Placement
+from globaltensor.sharding.placement import Placement
 
 GRIDS = ((2,), (4,), (2, 2))
 _SECONDS = 120.0  # for each problem

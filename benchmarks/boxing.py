@@ -45,9 +45,9 @@ def cases() -> list[dict[str, object]]:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     from globaltensor.boxing import box, plan
-    from globaltensor.placement import placement
-    from globaltensor.sbp import broadcast, partial_sum, split
-    from globaltensor.spec import Spec
+    from globaltensor.sharding.placement import placement
+    from globaltensor.sharding.sbp import broadcast, partial_sum, split
+    from globaltensor.sharding.spec import Spec
 
     mesh, everyone = init_device_mesh("cpu", (RANKS,)), placement("cpu", list(range(RANKS)))
     theirs = {"B": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}

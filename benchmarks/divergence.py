@@ -17,7 +17,7 @@ from torch import Tensor
 from train_gpt import PARALLEL, spread
 
 import globaltensor as flow
-from globaltensor.dispatch import fresh_plans
+from globaltensor._ops.dispatch import fresh_plans
 from globaltensor.distributed.world import world
 
 #: The variable by which a started rank knows what it is to measure.

@@ -4,46 +4,60 @@ from typing import Any
 
 import torch as _torch_package
 
-from . import foreach as _foreach  # (handlers)
-from . import scaling as _scaling  # (handlers)
-from . import optimizers as _optimizers
-from . import draws as _draws  # (handlers)
-from . import functions as _functions
-from . import modules as _modules  # (adds to_global and to_local to torch.nn.Module)
-from . import borrowed as _borrowed
-from . import associative as _associative
-from . import tracebacks as _tracebacks
-from . import flex as _flex  # (wraps torch's when it is imported)
-from . import counted_once as _counted_once
-from . import savers as _savers
-from . import metrics as _metrics
-from . import uncompiled as _uncompiled  # (keeps torch.compile away, when that is imported)
-from .arrays import BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, Tensor
-from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
+from ._ops import foreach as _foreach  # (handlers)
+from .amp import unscale as _scaling  # (handlers)
+from .optim import local_step as _optimizers
+from ._ops import random as _draws  # (handlers)
+from ._ops import autograd_function as _functions
+from .parallel import module_to_global as _modules  # (adds to_global and to_local to torch.nn.Module)
+from ._base import torch_namespace as _borrowed
+from ._ops import associative_scan as _associative
+from ._base import tracebacks as _tracebacks
+from ._ops import flex_attention as _flex  # (wraps torch's when it is imported)
+from .distributed import replicated_values as _counted_once
+from ._tensor import file_savers as _savers
+from ._ops import metrics as _metrics
+from ._tensor import compiler_guard as _uncompiled  # (keeps torch.compile away, when that is imported)
+from ._ops.legacy_constructors import (
+    BFloat16Tensor,
+    BoolTensor,
+    ByteTensor,
+    CharTensor,
+    DoubleTensor,
+    FloatTensor,
+    HalfTensor,
+    IntTensor,
+    LongTensor,
+    ShortTensor,
+    Tensor,
+)
+from . import amp, auto, comm, distributed, nn, utils
+from .graph.pipeline import split_model
+from .sharding import sbp
 from .boxing import boxing_log, explain_boxing, no_boxing
-from .checkpoint import load, save
+from ._tensor.checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster
-from .convert import to_global, to_local
-from .dispatch import rule
+from ._tensor.convert import to_global, to_local
+from ._ops.dispatch import rule
 from .distributed import env
-from .distributed.spawn import run, spawn
-from .local_map import local_map
-from .pace import guard
-from .parallelize import parallelize
-from .pickling import rebuild_global_tensor  # (the name that files have for it)
-from .placement import Placement, placement
-from .replicas import check_replicas
-from .reducer import counts_ride, no_sync, reduce_dtype
-from .rules.attention import attention
-from .rules.experts import experts
-from .rules.grouped import grouped_linear
-from .show import show
-from .spec import Spec
-from .spellings import global_to_global, local_to_global, tensordot, transpose
-from .tensor import GlobalTensor
+from .distributed.run.spawn import run, spawn
+from ._ops.local_map import local_map
+from ._ops.rank_guard import guard
+from .parallel.parallelize import parallelize
+from ._tensor.serialization import rebuild_global_tensor  # (the name that files have for it)
+from .sharding.placement import Placement, placement
+from .parallel.check_replicas import check_replicas
+from ._tensor.gradients.reducer import counts_ride, no_sync, reduce_dtype
+from ._ops.rules.attention.sdpa import attention
+from ._ops.rules.experts import experts
+from ._ops.rules.grouped_linear import grouped_linear
+from ._tensor.display import show
+from .sharding.spec import Spec
+from ._ops.oneflow_aliases import global_to_global, local_to_global, tensordot, transpose
+from ._ops.methods import GlobalTensor
 
 # Last: torch's creation functions with placement= and sbp=, among them ``tensor``, which is also the name of a module here.
-from .creation import *  # noqa: F403
+from ._ops.creation import *  # noqa: F403
 
 _tracebacks.install()
 _functions.install()

@@ -24,7 +24,7 @@ def doctor() -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
-    from .distributed.detect import detect
+    from .distributed.cluster_env import detect
     from .errors import WorldError
 
     try:
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _profile_options(verbs.add_parser("profile", help="measure what computing and moving data cost here", description=_PROFILE))
     planner = verbs.add_parser("plan", help="find the best way to run a model on a cluster")
     if arguments[:1] == ["plan"]:  # imports more than other verbs need
-        from .auto import command
+        from .auto import cli
 
-        planner.description = command.DESCRIPTION
-        command.options_of(planner)
-        return command.run(parser.parse_args(arguments))
+        planner.description = cli.DESCRIPTION
+        cli.options_of(planner)
+        return cli.run(parser.parse_args(arguments))
     options = parser.parse_args(arguments)
     if options.verb == "profile":
         return _profile(options)
@@ -98,12 +98,12 @@ def _profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from .cluster.file import as_json
-    from .distributed.detect import detect
+    from .cluster.json_file import as_json
+    from .distributed.cluster_env import detect
     from .distributed.world import world
     from .errors import ClusterError, WorldError
-    from .outputs import check_writable
-    from .profiling import describe, profile
+    from ._base.writable_path import check_writable
+    from .auto.profile import describe, profile
 
     try:
         place = detect(os.environ)

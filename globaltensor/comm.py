@@ -9,7 +9,7 @@ import torch
 import torch.distributed as torch_dist
 
 from .distributed import collectives as dist
-from .distributed.groups import start
+from .distributed.process_groups import start
 from .errors import ShapeError, WorldError
 
 __all__ = [

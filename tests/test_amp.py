@@ -17,7 +17,7 @@ from support.everywhere import full
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import noted
 

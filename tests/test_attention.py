@@ -21,16 +21,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
-from globaltensor import _torch
+from globaltensor._base import torch_private
 from globaltensor.boxing.moves import show_bytes
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
-from globaltensor.rules import attention as rule_of_attention
-from globaltensor.rules import ring, scores
-from globaltensor.rules.ring import paired
-from globaltensor.rules.scores import _together, _visible, block, block_backward, members
+from globaltensor._ops.rules.attention import sdpa as rule_of_attention
+from globaltensor._ops.rules.attention import ring, blocks
+from globaltensor._ops.rules.attention.ring import paired
+from globaltensor._ops.rules.attention.blocks import _together, _visible, block, block_backward, members
 
 A = F.scaled_dot_product_attention
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -56,12 +56,12 @@ def spread(t: torch.Tensor, where: Any, sbp: Layout) -> Any:
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
     """By ordinary operations, which can be differentiated twice."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    blocks = q @ k.mT / math.sqrt(q.shape[-1])
     if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -math.inf)
+        blocks = blocks.masked_fill(torch.ones(blocks.shape[-2:]).tril() == 0, -math.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    return scores.softmax(-1) @ v
+        blocks = blocks.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else blocks + mask
+    return blocks.softmax(-1) @ v
 
 
 def on_rank(tensors: list[torch.Tensor], layouts: Sequence[Layout], method: str, kwargs: Any, grid: Sequence[int], weight: torch.Tensor) -> Any:
@@ -531,8 +531,8 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: py
     """Shapes and types only, on stand-ins: tests/test_gpu.py has the numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(scores, "_trusted", lambda *key: True)
-    with _torch.fake_tensors():
+    monkeypatch.setattr(blocks, "_trusted", lambda *key: True)
+    with torch_private.fake_tensors():
         q = torch.empty(2, 3, 4, 7, 16, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.empty(2, 3, 1 if common else 4, 12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         assert len(members(q, k, v, None)) == 1
@@ -541,14 +541,14 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(common: bool, monkeypatch: py
         *found, of_mask = block_backward(out, q, k, v, None, out, total, False, 0.25, False)
         assert [(g.shape, g.dtype) for g in found] == [(t.shape, t.dtype) for t in (q, k, v)]
         assert of_mask is None
-        assert not _torch.has_flash_attention(*(t.float() for t in (q, k, v))), "which has no such kernel"
+        assert not torch_private.has_flash_attention(*(t.float() for t in (q, k, v))), "which has no such kernel"
 
 
 def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, kernel, backward = (torch.device("cpu"), torch.float32, 16), _torch.flash_attention, _torch.flash_attention_backward
-    tried = scores._trusted.__wrapped__
+    key, kernel, backward = (torch.device("cpu"), torch.float32, 16), torch_private.flash_attention, torch_private.flash_attention_backward
+    tried = blocks._trusted.__wrapped__
     assert tried(*key)
-    with _torch.fake_tensors():
+    with torch_private.fake_tensors():
         assert tried(*key), "while a graph is captured, too"
     for name, other in (
         ("flash_attention", lambda *args: (kernel(*args)[0], kernel(*args)[1] / math.log(2))),
@@ -557,7 +557,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.Monk
         ("flash_attention_backward", lambda grad: grad),  # it wants other arguments
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(_torch, name, other)
+            patch.setattr(torch_private, name, other)
             with pytest.warns(UserWarning, match="flash attention for torch.float32 on cpu does not give what is known"):
                 assert not tried(*key)
 

@@ -15,18 +15,18 @@ from test_auto_candidates import Attention, Pictures, whole
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto import arrange
-from globaltensor.auto import search as search_module
-from globaltensor.auto.eager import plan_of
-from globaltensor.auto.planned import Alternative
-from globaltensor.auto.search import search
+from globaltensor.auto.apply import graphs
+from globaltensor.auto.intra_op import search as search_module
+from globaltensor.auto.apply.eager import plan_of
+from globaltensor.auto.plan.plan import Alternative
+from globaltensor.auto.intra_op.search import search
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.graph import Graph
-from globaltensor.placement import Placement
-from globaltensor.sbp import broadcast as B
-from globaltensor.sbp import split as S
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import broadcast as B
+from globaltensor.sharding.sbp import split as S
 
 GRIDS = [((2,), "usual"), ((2,), "joined"), ((2,), "apart"), ((3,), "usual"), ((2, 2), "usual")]
 
@@ -368,7 +368,7 @@ def test_ranks_that_differ_are_told_before_one_waits(case: str, monkeypatch: pyt
             raise ValueError("of its own")
         return search(*args, **kwargs)
 
-    monkeypatch.setattr(arrange, "search", searched)
+    monkeypatch.setattr(graphs, "search", searched)
 
     def run() -> str:
         where = mesh((2,))

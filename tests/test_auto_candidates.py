@@ -13,21 +13,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import globaltensor as flow
-from globaltensor import _torch
-from globaltensor.auto import candidates
-from globaltensor.auto.calls import Calls, Ref
-from globaltensor.auto.candidates import Menu
-from globaltensor.auto.prices import Prices
-from globaltensor.auto.trace import calls_of_model
-from globaltensor.auto.work import work_of
+from globaltensor._base import torch_private
+from globaltensor.auto.cost import strategies
+from globaltensor.auto.ir.op_graph import Calls, Ref
+from globaltensor.auto.cost.strategies import Menu
+from globaltensor.auto.cost.reshard_cost import Prices
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.ir.flops import work_of
 from globaltensor.boxing import boxing_log, plan
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
-from globaltensor.placement import Placement
-from globaltensor.plans import replaced, tensors_in
-from globaltensor.rules.extremum import AHEAD
-from globaltensor.sbp import broadcast, partial_sum, split
-from globaltensor.spec import Spec
+from globaltensor.sharding.placement import Placement
+from globaltensor._ops.call_plan import replaced, tensors_in
+from globaltensor._ops.rules.partial_extrema import AHEAD
+from globaltensor.sharding.sbp import broadcast, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 
 class Attention(nn.Module):
@@ -154,13 +154,13 @@ def test_all_prices_at_once_are_those_of_the_planner(grid: tuple[int, ...], shap
 
 def test_candidates_are_left_out_on_one_mesh_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call has too many on one mesh, another mesh that has room for them gets them all."""
-    monkeypatch.setattr(candidates, "_known", {})
+    monkeypatch.setattr(strategies, "_known", {})
     calls = calls_of_model(nn.Linear(6, 10), (torch.randn(4, 6),))
     with monkeypatch.context() as short:
-        short.setattr(candidates, "_MOST", 4)
+        short.setattr(strategies, "_MOST", 4)
         assert len(menu_of((2, 2)).of(calls.calls[0], calls.values)) <= 4
     after = len(menu_of((2,)).of(calls.calls[0], calls.values))
-    candidates._known.clear()
+    strategies._known.clear()
     assert after == len(menu_of((2,)).of(calls.calls[0], calls.values))
 
 
@@ -191,7 +191,7 @@ def test_dropout_leaves_attention_its_layouts_on_two_axes(monkeypatch: pytest.Mo
         attention = partial(F.scaled_dot_product_attention, dropout_p=rate, is_causal=True)
         made = calls_of_model(Called(attention), tuple(torch.empty(4, 4, 8, 4) for _ in range(3)))
         with monkeypatch.context() as patch:
-            patch.setattr(_torch, "fake_tensors", lambda: pytest.fail("meta tensors would do"))
+            patch.setattr(torch_private, "fake_tensors", lambda: pytest.fail("meta tensors would do"))
             found = menu_of((2, 2)).of(made.calls[-1], made.values)
         return set(zip(*found.ins, *found.outs, strict=True))
 

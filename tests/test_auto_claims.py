@@ -29,26 +29,26 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto import candidates
+from globaltensor.auto.cost import strategies as candidates
 from globaltensor.auto.api import recipes_of
-from globaltensor.auto.eager import plan_of
-from globaltensor.auto.everything import Space, everything
-from globaltensor.auto.formulate import Options
-from globaltensor.auto.html import data
-from globaltensor.auto.meshes import meshes
-from globaltensor.auto.planned import Lost, Plan
-from globaltensor.auto.report import headline, proof
-from globaltensor.auto.responses import least_larger
-from globaltensor.auto.search import Found, compare, data_parallel, search, told_by
+from globaltensor.auto.apply.eager import plan_of
+from globaltensor.auto.inter_op.search import Space, everything
+from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.plan.html import data
+from globaltensor.auto.cost.meshes import meshes
+from globaltensor.auto.plan.plan import Lost, Plan
+from globaltensor.auto.plan.report import headline, proof
+from globaltensor.auto.intra_op.alternatives import least_larger
+from globaltensor.auto.intra_op.search import Found, compare, data_parallel, search, told_by
 from globaltensor.auto.solver import EXACT, STOP, Solution, proven
-from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FormError
-from globaltensor.placement import Placement
-from globaltensor.profiling import here
-from globaltensor.rules import RULES
+from globaltensor.sharding.placement import Placement
+from globaltensor.auto.profile import this_machine
+from globaltensor._ops.rules import RULES
 
 CLOSE = 1e-8  # of a cost: what two ways of adding it up may differ in
 #: Of 6 another way looked cheaper than a plan called optimal, of 37 what is spent did not add up to the cost; 8 and 10 were not optimal by rounding.
@@ -357,7 +357,7 @@ def test_work_that_cannot_be_counted_is_said() -> None:
 
 
 def test_losses_are_kept_with_a_plan(tmp_path: Path) -> None:
-    plan = dataclasses.replace(layered(1), bound=layered(1).cost, lost=(Lost("linear", "KeyError: 'k' (rules/matmul.py:9)", 6, 2),), source="as given")
+    plan = dataclasses.replace(layered(1), bound=layered(1).cost, lost=(Lost("linear", "KeyError: 'k' (_ops/rules/matmul.py:9)", 6, 2),), source="as given")
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
@@ -487,9 +487,9 @@ def ways(where: Placement) -> list[str]:
 
 def measured_ranks(folder: str) -> dict[str, Any]:
     """What each rank sees of measuring, keeping and reading what was measured."""
-    where, rank, seconds = flow.placement.all("cpu"), world().rank, here._SECONDS
-    before = {name: os.environ.get(name) for name in (here.VARIABLE, "XDG_CACHE_HOME")}
-    real, times, first = here.measured, [0], list[Cluster]()
+    where, rank, seconds = flow.placement.all("cpu"), world().rank, this_machine._SECONDS
+    before = {name: os.environ.get(name) for name in (this_machine.VARIABLE, "XDG_CACHE_HOME")}
+    real, times, first = this_machine.measured, [0], list[Cluster]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         times[0] += 1
@@ -497,16 +497,16 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         return first[0]
 
     found: dict[str, Any] = {}
-    here.measured, here._SECONDS = counted, 0.3
+    this_machine.measured, this_machine._SECONDS = counted, 0.3
     logging.getLogger("globaltensor").setLevel(logging.CRITICAL)
     try:
-        os.environ |= {here.VARIABLE: "0", "XDG_CACHE_HOME": folder}
+        os.environ |= {this_machine.VARIABLE: "0", "XDG_CACHE_HOME": folder}
         found["off"] = ways(where), times[0]
-        os.environ[here.VARIABLE] = "1" if rank == 0 else "0"  # rank 0 says it for all: no rank waits for another
+        os.environ[this_machine.VARIABLE] = "1" if rank == 0 else "0"  # rank 0 says it for all: no rank waits for another
         found["on"] = ways(where), times[0]
-        (file,) = here.cache_folder().iterdir()
-        here._known.clear()  # as another process
-        found["kept"] = here.cluster_here("cpu") == Cluster.load(file), times[0], str(file)
+        (file,) = this_machine.cache_folder().iterdir()
+        this_machine._known.clear()  # as another process
+        found["kept"] = this_machine.cluster_here("cpu") == Cluster.load(file), times[0], str(file)
         with use_cluster(Cluster.preset("cpu")):
             found["named"] = ways(where), times[0]
         printed = io.StringIO()
@@ -516,14 +516,14 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         world().comm((0, 1)).barrier()
         if rank == 0:
             file.write_text(file.read_text()[:100])
-        here._known.clear()
-        found["broken"] = here.cluster_here("cpu") == Cluster.load(file), times[0], [p.name for p in file.parent.iterdir()] == [file.name]
+        this_machine._known.clear()
+        found["broken"] = this_machine.cluster_here("cpu") == Cluster.load(file), times[0], [p.name for p in file.parent.iterdir()] == [file.name]
         os.environ["XDG_CACHE_HOME"] = str(file)  # which is no folder
-        here._known.clear()
+        this_machine._known.clear()
         found["nowhere"] = ways(where)[:1], times[0]
     finally:
-        here.measured, here._SECONDS = real, seconds
-        here._known.clear()
+        this_machine.measured, this_machine._SECONDS = real, seconds
+        this_machine._known.clear()
         logging.getLogger("globaltensor").setLevel(logging.NOTSET)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -558,20 +558,20 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
 
 
 def test_ranks_that_are_threads_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(here.VARIABLE, "1")
-    monkeypatch.setattr(here, "measured", lambda *args, **kwargs: pytest.fail("threads take turns"))
+    monkeypatch.setenv(this_machine.VARIABLE, "1")
+    monkeypatch.setattr(this_machine, "measured", lambda *args, **kwargs: pytest.fail("threads take turns"))
     for told in simulate(2, lambda: ways(flow.placement.all("cpu"))):
         assert all(text.startswith("generic: assumed") for text in told)
-    assert here.cluster_here("cpu") is None, "nor is a world of one"
+    assert this_machine.cluster_here("cpu") is None, "nor is a world of one"
 
 
 def test_what_a_measurement_depends_on_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine() -> str:
-        return json.dumps(here._machine("cpu"), sort_keys=True)
+        return json.dumps(this_machine._machine("cpu"), sort_keys=True)
 
     now = machine()
     assert machine() == now
-    monkeypatch.setattr(here.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(this_machine.socket, "gethostname", lambda: "elsewhere")
     assert machine() != now
     monkeypatch.undo()
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from globaltensor.auto.solver import Problem, solve
-from globaltensor.auto.solver.ascent import Ascent
-from globaltensor.auto.solver.flat import Flat
-from globaltensor.auto.solver.reduce import core_of, reduce
-from globaltensor.auto.solver.search import Search
+from globaltensor.auto.solver.dual_ascent import Ascent
+from globaltensor.auto.solver.flat_arrays import Flat
+from globaltensor.auto.solver.presolve import core_of, reduce
+from globaltensor.auto.solver.incumbent import Search
 
 MODULE = sys.modules[solve.__module__]
 

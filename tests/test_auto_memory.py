@@ -18,16 +18,16 @@ from test_zero import Live
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor import sharded
-from globaltensor.auto.carried import freeing
-from globaltensor.auto.foretold import foretell
-from globaltensor.auto.formulate import Options, formulate
-from globaltensor.auto.search import data_parallel, priced, search
+from globaltensor._tensor.gradients import parameter_gather
+from globaltensor.auto.apply.modules import freeing
+from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.intra_op.search import data_parallel, priced, search
 from globaltensor.auto.solver import solve
-from globaltensor.auto.trace import calls_of_model, captured_calls
+from globaltensor.auto.ir.trace import calls_of_model, captured_calls
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
-from globaltensor.placement import Placement
+from globaltensor.sharding.placement import Placement
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 WIDTH, LAYERS, ROWS = 256, 6, 1536
@@ -267,14 +267,14 @@ def test_in_eager_mode_a_models_forward_lets_go() -> None:
         model = copy.deepcopy(plain).to_global(place, S(0))
         freeing(model, dataclasses.replace(plan, choices={"freed": freed}))
         noted: list[int] = []
-        model[2].register_forward_hook(lambda *_: noted.append(sharded._state().freed))
+        model[2].register_forward_hook(lambda *_: noted.append(parameter_gather._state().freed))
         given = x.to_global(place, B, check_meta=False)  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="shape"):
             model(given[:, :3])  # a run that fails closes what it has opened
         model(given).square().mean().backward()
         with torch.no_grad():
             model(given)
-        assert not sharded._state().freed
+        assert not parameter_gather._state().freed
         return noted, [p.grad._local.clone() for p in model.parameters()]
 
     (without, want), (within, got) = simulate(2, run, False)[0], simulate(2, run, True)[0]

@@ -17,9 +17,9 @@ import pytest
 from support.plans import layered, pipelined
 
 import globaltensor
-from globaltensor.auto.html import data, page
-from globaltensor.auto.planned import Plan
-from globaltensor.auto.simulated import Stage, step
+from globaltensor.auto.plan.html import data, page
+from globaltensor.auto.plan.plan import Plan
+from globaltensor.auto.inter_op.step_simulator import Stage, step
 from globaltensor.cluster import Cluster
 from globaltensor.graph.pipeline.schedule import schedule
 from globaltensor.graph.pipeline.simulate import simulate
@@ -178,7 +178,7 @@ def test_layers_that_differ_are_not_folded() -> None:
 
 @needs_node
 def test_figures_are_those_of_the_report() -> None:
-    from globaltensor.auto.figures import part, seconds
+    from globaltensor.auto.plan.formatting import part, seconds
     from globaltensor.boxing.moves import show_bytes
 
     told = evaluated(layered(1))["figures"]

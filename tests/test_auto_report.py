@@ -15,10 +15,10 @@ from support.plans import layered, pipelined
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto.formulate import Options
-from globaltensor.auto.planned import Plan, PlanError
-from globaltensor.auto.search import Found, search
-from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.intra_op.search import Found, search
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
 
 REPORT = """\

@@ -14,25 +14,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from globaltensor.auto import minplus, parts
-from globaltensor.auto.batches import Batches
-from globaltensor.auto.calls import Calls
-from globaltensor.auto.everything import Space, _Search, everything
-from globaltensor.auto.foretold import foretell
-from globaltensor.auto.formulate import Options, formulate
-from globaltensor.auto.meshes import factorizations, mesh, meshes
-from globaltensor.auto.minplus import TooWide, eliminate
-from globaltensor.auto.parts import Ground
-from globaltensor.auto.pipelines import modelled
-from globaltensor.auto.planned import Plan, PlanError
-from globaltensor.auto.ranges import Table, join, runs
-from globaltensor.auto.search import data_parallel, exposed, search
-from globaltensor.auto.segments import cut
-from globaltensor.auto.simulated import Stage, step
+from globaltensor.auto.inter_op import min_plus, segment_cost
+from globaltensor.auto.cost.batch_scaling import Batches
+from globaltensor.auto.ir.op_graph import Calls
+from globaltensor.auto.inter_op.search import Space, _Search, everything
+from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.cost.meshes import factorizations, mesh, meshes
+from globaltensor.auto.inter_op.min_plus import TooWide, eliminate
+from globaltensor.auto.inter_op.segment_cost import Ground
+from globaltensor.auto.inter_op.pipeline_cost import modelled
+from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.inter_op.range_cost import Table, join, runs
+from globaltensor.auto.intra_op.search import data_parallel, exposed, search
+from globaltensor.auto.ir.segments import cut
+from globaltensor.auto.inter_op.step_simulator import Stage, step
 from globaltensor.auto.solver import solve
-from globaltensor.auto.stages import Cutting, Offers, divide, total
-from globaltensor.auto.trace import calls_of_model
-from globaltensor.auto.uncollected import uncollected
+from globaltensor.auto.inter_op.stage_dp import Cutting, Offers, divide, total
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.gc_pause import uncollected
 from globaltensor.cluster import Cluster
 
 DGX = Cluster.preset("dgx-h100")
@@ -118,7 +118,7 @@ def test_meshes_keep_to_nodes() -> None:
 
 @pytest.mark.parametrize("kept_whole", [0, 1 << 18])
 def test_elimination_is_exhaustive_search(kept_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minplus, "_LATER", kept_whole)
+    monkeypatch.setattr(min_plus, "_LATER", kept_whole)
     rng = np.random.default_rng(1)
     for _ in range(60):
         sizes = {v: int(rng.integers(1, 4)) for v in range(6)}
@@ -366,7 +366,7 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.Monkey
 
     bound, best, _ = least()
     assert 0 < bound <= best * (1 + 1e-9)
-    monkeypatch.setattr(parts, "_WIDEST", widest)
+    monkeypatch.setattr(segment_cost, "_WIDEST", widest)
     lower, other, sound = least()
     assert lower <= bound * (1 + 1e-9)
     assert other >= best * (1 - 1e-9)

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import KernelError, SbpError, noted
 

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from globaltensor.auto.prices import Prices
+from globaltensor.auto.cost.reshard_cost import Prices
 from globaltensor.boxing import explain_boxing, plan
 from globaltensor.boxing.moves import neighbours
-from globaltensor.boxing.prices import _traffic
+from globaltensor.boxing.move_cost import _traffic
 from globaltensor.cluster import Cluster, current_cluster, use_cluster
 from globaltensor.errors import BoxingError
-from globaltensor.placement import Placement
-from globaltensor.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
-from globaltensor.spec import Spec
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 LINE, GRID = Placement("cpu", [0, 1, 2, 3]), Placement("cpu", [[0, 1], [2, 3]])
 PLACEMENTS = [LINE, GRID, Placement("cpu", [3, 0, 1]), Placement("cpu", [[5], [4]]), Placement("cuda", [0, 1]), Placement("cpu", [[[0, 1]], [[6, 7]]])]

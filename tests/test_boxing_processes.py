@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import globaltensor
-from globaltensor.distributed.neighbours import VARIABLE, host
+from globaltensor.distributed.backends.select.shared_memory import VARIABLE, host
 
 RANKS = 4
 DTYPES = [
@@ -62,9 +62,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def every_dtype() -> None:
     from globaltensor.boxing import box
     from globaltensor.distributed.world import world
-    from globaltensor.placement import Placement
-    from globaltensor.sbp import broadcast, partial_max, partial_sum, split
-    from globaltensor.spec import Spec
+    from globaltensor.sharding.placement import Placement
+    from globaltensor.sharding.sbp import broadcast, partial_max, partial_sum, split
+    from globaltensor.sharding.spec import Spec
 
     everyone, turned = Placement("cpu", [0, 1]), Placement("cpu", [1, 0])
     whole = [broadcast, split(0), split(1)]
@@ -87,9 +87,9 @@ def every_dtype() -> None:
 
 def strides() -> None:
     from globaltensor.boxing import box
-    from globaltensor.placement import Placement
-    from globaltensor.sbp import broadcast, partial_sum, split
-    from globaltensor.spec import Spec
+    from globaltensor.sharding.placement import Placement
+    from globaltensor.sharding.sbp import broadcast, partial_sum, split
+    from globaltensor.sharding.spec import Spec
 
     everyone = Placement("cpu", [0, 1])
     full = torch.arange(48.0).reshape(6, 8)
@@ -109,9 +109,9 @@ def strides() -> None:
 def gradients() -> None:
     from globaltensor.boxing import box
     from globaltensor.distributed.world import world
-    from globaltensor.placement import Placement
-    from globaltensor.sbp import broadcast, partial_sum, split
-    from globaltensor.spec import Spec
+    from globaltensor.sharding.placement import Placement
+    from globaltensor.sharding.sbp import broadcast, partial_sum, split
+    from globaltensor.sharding.spec import Spec
 
     rank, first = world().rank, Placement("cpu", [0])
     everyone = Placement("cpu", [0, 1])
@@ -173,11 +173,11 @@ def under_way() -> None:
 
 def groups() -> None:
     from globaltensor.boxing import box, plan
-    from globaltensor.distributed import process
+    from globaltensor.distributed.backends.select import process_group_comm
     from globaltensor.distributed.world import world
-    from globaltensor.placement import Placement
-    from globaltensor.sbp import broadcast, partial_sum, split
-    from globaltensor.spec import Spec
+    from globaltensor.sharding.placement import Placement
+    from globaltensor.sharding.sbp import broadcast, partial_sum, split
+    from globaltensor.sharding.spec import Spec
 
     def check(shape: tuple[int, ...], src: Spec, dst: Spec) -> None:
         full = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
@@ -201,7 +201,7 @@ def groups() -> None:
     for a, b in ((split(0), broadcast), (split(1), broadcast), (split(0), split(1)), (partial_sum, broadcast), (partial_sum, split(1))):
         for place in (line, turned):
             check(short, Spec.make(short, torch.float64, place, a), Spec.make(short, torch.float64, place, b))
-    process._LONGEST = 1 << 16  # type: ignore[misc]
+    process_group_comm._LONGEST = 1 << 16  # type: ignore[misc]
     check(long, Spec.make(long, torch.float64, line, split(0)), Spec.make(long, torch.float64, line, split(1)))
     check(long, Spec.make(long, torch.float64, line, partial_sum), Spec.make(long, torch.float64, line, split(1)))
     flat = torch.full((100_003,), world().rank + 1.0)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from globaltensor.boxing import box, boxing_log, no_boxing, plan
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
-from globaltensor.placement import Placement
-from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm, partial_sum, split
-from globaltensor.spec import Spec
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 B, P, S = broadcast, partial_sum, split
 GRID = Placement("cpu", [[0, 1], [2, 3]])

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import globaltensor as flow
-from globaltensor import reducer
-from globaltensor.buckets import Buckets
+from globaltensor._tensor.gradients import reducer
+from globaltensor._tensor.gradients.buckets import Buckets
 from globaltensor.distributed.simulate import simulate
 
 

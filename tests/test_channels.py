@@ -11,10 +11,10 @@ import torch
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 
-from globaltensor._torch import memory_users
-from globaltensor.distributed.comm import Message
-from globaltensor.distributed.messages import NativeChannel
-from globaltensor.distributed.neighbours import host
+from globaltensor._base.torch_private import memory_users
+from globaltensor.distributed.communicator import Message
+from globaltensor.distributed.backends.select.p2p_channels import NativeChannel
+from globaltensor.distributed.backends.select.shared_memory import host
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import ProcessWorld, world
 from globaltensor.errors import WorldError

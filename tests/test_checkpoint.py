@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import globaltensor as flow
 from globaltensor.errors import SbpError
-from globaltensor.spec import Stored
+from globaltensor.sharding.spec import Stored
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from globaltensor.auto import command
-from globaltensor.auto.planned import Plan, PlanError
+from globaltensor.auto import cli
+from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.cli import main
 from globaltensor.cluster import Cluster
 
@@ -187,19 +187,19 @@ def test_accelerators_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "H100")
-    found = command.cluster_for(None)
+    found = cli.cluster_for(None)
     assert (found.size, found.device, found.memory) == (4, "cuda", 80 << 30)
     assert "H100" in found.name
-    assert command.cluster_for(None, 2).size == 2
+    assert cli.cluster_for(None, 2).size == 2
 
 
 def test_a_cluster_without_a_size_is_said_to_be_two(tmp_path: Path) -> None:
     Cluster().save(tmp_path / "any.json")
     said: list[str] = []
-    assert command.cluster_for(str(tmp_path / "any.json"), None, said.append).size == 2
+    assert cli.cluster_for(str(tmp_path / "any.json"), None, said.append).size == 2
     assert "--devices" in said[0]
     with pytest.raises(PlanError, match="at least 1"):
-        command.cluster_for("cpu", -1)
+        cli.cluster_for("cpu", -1)
 
 
 def test_the_command_in_a_process_of_its_own(models: Path) -> None:

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from globaltensor.boxing import plan
-from globaltensor.boxing.prices import prices_of
+from globaltensor.boxing.move_cost import prices_of
 from globaltensor.cluster import PRESETS, Cluster, Curve, use_cluster
-from globaltensor.cluster.formulas import group_of
+from globaltensor.cluster.alpha_beta import group_of
 from globaltensor.errors import ClusterError
-from globaltensor.placement import Placement
-from globaltensor.sbp import broadcast, partial_sum, split
-from globaltensor.spec import Spec
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import broadcast, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 COLLECTIVES = ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "exchange"]
 SLACK = 1 + 1e-9  # of rounding

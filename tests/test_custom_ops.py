@@ -18,8 +18,8 @@ import globaltensor as flow
 from globaltensor.boxing import log
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, PlacementError
-from globaltensor.rules import RULES
-from globaltensor.tensor import full
+from globaltensor._ops.rules import RULES
+from globaltensor._ops.methods import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 BODIES = Bodies()

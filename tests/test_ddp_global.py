@@ -13,7 +13,7 @@ from torch import nn
 
 import globaltensor as flow
 import globaltensor.distributed as dist
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.errors import GlobalTensorError, PlacementError
 from globaltensor.nn.parallel import DistributedDataParallel
 

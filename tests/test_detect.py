@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from globaltensor.distributed.detect import Detected, detect
+from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.distributed.launcher.options import job_of, parser
 from globaltensor.errors import WorldError
 

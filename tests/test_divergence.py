@@ -20,7 +20,7 @@ from globaltensor.distributed.divergence import ALWAYS_COMPARED, COMPARED_EVERY,
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
-from globaltensor.tracebacks import shortened
+from globaltensor._base.tracebacks import shortened
 from globaltensor.utils.data import GlobalBatches
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum

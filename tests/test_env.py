@@ -6,7 +6,7 @@ import pytest
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.distributed.detect import Detected, Environment, detect, first_host
+from globaltensor.distributed.cluster_env import Detected, Environment, detect, first_host
 from globaltensor.errors import WorldError
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}

@@ -106,9 +106,9 @@ def test_every_mode_equals_single(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
     """Two stages and three micro-batches, which nobody would search for here: the file alone says so."""
-    from globaltensor.auto.everything import Space, everything
-    from globaltensor.auto.formulate import Options
-    from globaltensor.auto.trace import calls_of_model
+    from globaltensor.auto.inter_op.search import Space, everything
+    from globaltensor.auto.intra_op.formulate import Options
+    from globaltensor.auto.ir.trace import calls_of_model
     from globaltensor.cluster import Cluster
 
     with torch.device("meta"):

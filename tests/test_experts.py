@@ -16,11 +16,11 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor.distributed.comm import Traffic, comms
+from globaltensor.distributed.communicator import Traffic, comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError, ShapeError
-from globaltensor.rules import grouped
+from globaltensor._ops.rules import grouped_linear
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 bodies = Bodies()
@@ -132,9 +132,9 @@ def test_grouped_linear(dtype: torch.dtype, width: int) -> None:
 
 
 def test_the_kernel_is_taken_where_there_is_one() -> None:
-    assert grouped._has_kernel(torch.ones(3, 8), torch.ones(2, 4, 8))
-    assert not grouped._has_kernel(torch.ones(3, 8, dtype=torch.float64), torch.ones(2, 4, 8, dtype=torch.float64))
-    assert not grouped._has_kernel(torch.ones(3, 5), torch.ones(2, 4, 5))
+    assert grouped_linear._has_kernel(torch.ones(3, 8), torch.ones(2, 4, 8))
+    assert not grouped_linear._has_kernel(torch.ones(3, 8, dtype=torch.float64), torch.ones(2, 4, 8, dtype=torch.float64))
+    assert not grouped_linear._has_kernel(torch.ones(3, 5), torch.ones(2, 4, 5))
 
 
 @pytest.mark.parametrize(("change", "says"), [

@@ -17,7 +17,7 @@ from support.pool import run_on
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split

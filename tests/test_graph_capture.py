@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
-from globaltensor import _torch
+from globaltensor._base import torch_private
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
@@ -369,7 +369,7 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, Tensor) and not _torch.is_fake(t) and not t.is_meta and t.numel() > 64 and t._base is None and "detach" not in str(func):
+            if isinstance(t, Tensor) and not torch_private.is_fake(t) and not t.is_meta and t.numel() > 64 and t._base is None and "detach" not in str(func):
                 self.large.append(f"{func} {list(t.shape)}")
         return out
 

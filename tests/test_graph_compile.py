@@ -14,10 +14,10 @@ from support.pool import run_on
 from torch import fx, nn
 
 import globaltensor as flow
-from globaltensor.graph import compiled
-from globaltensor.graph.compiled import Compiled
+from globaltensor.graph.passes import compile
+from globaltensor.graph.passes.compile import Compiled
 from globaltensor.graph.passes.recompute import Recomputed
-from globaltensor.graph.steps import Step
+from globaltensor.graph.program.program.nodes import Step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT, PARALLEL, loss_of, spread
@@ -80,7 +80,7 @@ def calls(graph: Any) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_layers_are_compiled_once_and_numbers_stay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_TOGETHER_CALLS", 1)
+    monkeypatch.setattr(compile, "_TOGETHER_CALLS", 1)
     graph = Language(gpt(), backend)
     assert quietly(graph, rows()) == pytest.approx(reference(), rel=1e-12)
     called = calls(graph)
@@ -93,7 +93,7 @@ def test_layers_are_compiled_once_and_numbers_stay(backend: str, monkeypatch: py
 @pytest.mark.parametrize(("together", "times"), [(10_000, 1), (50, 2), (30, 3)])
 def test_several_layers_are_compiled_together(together: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiling costs at each call is paid once for as many layers as compile quickly."""
-    monkeypatch.setattr(compiled, "_TOGETHER_CALLS", together)
+    monkeypatch.setattr(compile, "_TOGETHER_CALLS", together)
     torch.manual_seed(0)
     model = GPT(6, 16, 2, 8).double()
     graph = Language(copy.deepcopy(model), "eager")
@@ -178,10 +178,10 @@ def trained(backend: str | None) -> tuple[list[float], nn.Module, Any]:
 
 def test_random_numbers_and_states_stay_outside() -> None:
     losses, model, _ = trained(None)
-    got, compiled, graph = trained("aot_eager")
+    got, compile, graph = trained("aot_eager")
     assert got == pytest.approx(losses, rel=1e-12)
     assert parts(graph)
-    for a, b in zip(compiled.state_dict().values(), model.state_dict().values(), strict=True):
+    for a, b in zip(compile.state_dict().values(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -1,4 +1,4 @@
-"""What build() leaves in modules and in the graph, and what others put there between calls (graph/kept.py)."""
+"""What build() leaves in modules and in the graph, and what others put there between calls (graph/capture/side_effects.py)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from test_zero import LAYER, LAYERS, MODEL, OTHERS, WIDTH, Layer, Live, net
 from torch import nn
 
 import globaltensor as flow
-from globaltensor import _torch, optimizers, sharded
+from globaltensor._base import torch_private
+from globaltensor.optim import local_step
+from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -63,7 +65,7 @@ def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
 def _after_a_large_one() -> tuple[int, int]:
     place, before = flow.placement.all("cpu"), _peak(3, 1)
     large = nn.Parameter(torch.ones(16 * LAYER // WIDTH, WIDTH).to_global(place, B).to_global(sbp=S(0)))  # type: ignore[attr-defined]
-    sharded.gathered(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
+    parameter_gather.gathered(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
     return before, _peak(3, 1)
 
 
@@ -74,11 +76,11 @@ def test_what_another_model_gathered_makes_no_buckets_larger() -> None:
 
 def _peak_with_small_buckets(stage: int) -> int:
     """With buckets for gathered parameters that are small beside this model, as they are beside a large one."""
-    kept, optimizers.BUCKET_BYTES = optimizers.BUCKET_BYTES, LAYER
+    kept, local_step.BUCKET_BYTES = local_step.BUCKET_BYTES, LAYER
     try:
         return _peak(stage, 1)
     finally:
-        optimizers.BUCKET_BYTES = kept
+        local_step.BUCKET_BYTES = kept
 
 
 def test_the_measure_sees_what_is_not_shared() -> None:
@@ -105,7 +107,7 @@ class Activations:
     """Bytes that autograd keeps in this thread, weights and the batch aside, of which micro-batches are views."""
 
     def __init__(self, weights: nn.Module, batch: Any) -> None:
-        self.weights = {_torch.storage_key(t._local) for t in (*weights.parameters(), batch)}
+        self.weights = {torch_private.storage_key(t._local) for t in (*weights.parameters(), batch)}
         self.known: dict[int, tuple[Any, int]] = {}
         self.peak = 0
 
@@ -114,12 +116,12 @@ class Activations:
         for ref, nbytes in self.known.values():
             saved = ref()
             if saved is not None:
-                alive[_torch.storage_key(saved.tensor)] = nbytes
+                alive[torch_private.storage_key(saved.tensor)] = nbytes
         return sum(alive.values())
 
     def pack(self, t: torch.Tensor) -> _Saved:
         saved = _Saved(t)
-        if _torch.storage_key(t) not in self.weights:
+        if torch_private.storage_key(t) not in self.weights:
             self.known = {k: v for k, v in self.known.items() if v[0]() is not None}
             self.known[id(saved)] = weakref.ref(saved), t.untyped_storage().nbytes()
             self.peak = max(self.peak, self.now())

@@ -17,18 +17,18 @@ from support.pool import run_on
 from torch import Tensor, fx, nn
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
-from globaltensor.graph.joint import Begin, End, Joint, move_of
-from globaltensor.graph.passes import order
-from globaltensor.graph.steps import Boxing, Gather
-from globaltensor.placement import Placement
-from globaltensor.sbp import broadcast as B
-from globaltensor.sbp import partial_sum as P
-from globaltensor.sbp import split as S
-from globaltensor.spec import Spec
+from globaltensor.graph.program.program.coalesced import Begin, End, Joint, move_of
+from globaltensor.graph.passes import pass_manager
+from globaltensor.graph.program.program.nodes import Boxing, Gather
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import broadcast as B
+from globaltensor.sharding.sbp import partial_sum as P
+from globaltensor.sharding.sbp import split as S
+from globaltensor.sharding.spec import Spec
 
 F64 = torch.float64
 Loss = Callable[..., Any]
@@ -56,7 +56,7 @@ class Weights(nn.Module):
 class Seen(NamedTuple):
     moved: Counter[str]
     graph: fx.Graph
-    order: list[str]
+    pass_manager: list[str]
 
 
 def whole(x: Any) -> Tensor:
@@ -637,9 +637,9 @@ def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.Monk
 
     def odd(graph: fx.Graph) -> None:
         if world().rank == 1:
-            order.share_boxings(graph)
+            pass_manager.share_boxings(graph)
 
-    monkeypatch.setattr(order, "PASSES", (*order.PLAIN, odd))
+    monkeypatch.setattr(pass_manager, "PASSES", (*pass_manager.PLAIN, odd))
 
     def body() -> None:
         _, graph = both(Weights, twice, column(4, 6))
@@ -653,7 +653,7 @@ def test_a_pass_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPa
         if world().rank == 1:
             raise GraphError("this rank cannot")
 
-    monkeypatch.setattr(order, "PASSES", (*order.PLAIN, odd))
+    monkeypatch.setattr(pass_manager, "PASSES", (*pass_manager.PLAIN, odd))
 
     def body() -> None:
         with pytest.raises(GraphError, match="cannot" if world().rank == 1 else "program of rank 1 has failed: this rank cannot"):
@@ -697,14 +697,14 @@ def test_a_pass_that_breaks_a_program_is_named() -> None:
     boxed = graph.call_function(Boxing(a, b, None, "", True), (x,))
     graph.output(boxed)
     with pytest.raises(GraphError, match="after the pass mine"):
-        order.verify(graph, "mine")
+        pass_manager.verify(graph, "mine")
     begun = fx.Graph()
     y = begun.placeholder("y")
     parts = Placement("cpu", [0, 1])
     joint = Joint([(Spec.make((4,), F64, parts, P), Spec.make((4,), F64, parts, B), "")])
     begun.output((begun.call_function(Begin(joint), (y,)),))
     with pytest.raises(GraphError, match="not awaited once"):
-        order.verify(begun, "mine")
+        pass_manager.verify(begun, "mine")
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole blocks

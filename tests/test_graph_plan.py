@@ -14,12 +14,12 @@ from test_graph_passes import Block, Decoder, ids, spread, values, whole
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
-from globaltensor.graph.plan import Plan
-from globaltensor.sbp import broadcast as B
-from globaltensor.sbp import split as S
+from globaltensor.graph.sharding_plan import Plan
+from globaltensor.sharding.sbp import broadcast as B
+from globaltensor.sharding.sbp import split as S
 
 
 class Pair(nn.Module):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
-from globaltensor.graph.passes import budget
+from globaltensor.graph.passes import memory_budget
 from globaltensor.graph.passes.recompute import Recomputed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -445,7 +445,7 @@ def test_the_estimate_is_what_is_measured() -> None:
     graph, rows, free = big(None)
     graph(rows)
     measured = peak_of(graph, rows, free)
-    assert budget.kept_bytes(graph._last.captured.program, graph._last.captured.constants) == pytest.approx(measured, rel=0.1)
+    assert memory_budget.kept_bytes(graph._last.captured.program, graph._last.captured.constants) == pytest.approx(measured, rel=0.1)
 
 
 def test_limits_are_kept_and_numbers_stay() -> None:
@@ -474,17 +474,17 @@ def test_what_cannot_be_kept_is_refused_with_what_can() -> None:
         big(least - 1)[0](rows)
 
 
-def chain(seed: int, n: int) -> list[budget.Call]:
+def chain(seed: int, n: int) -> list[memory_budget.Call]:
     draw = random.Random(seed)
     calls = []
     for i in range(n):
         crossing = draw.randint(1, 20)
         later = draw.randint(0, crossing)
-        calls.append(budget.Call(i, 0, draw.randint(1, 100), draw.uniform(1, 10), False, crossing, later, draw.randint(0, crossing - later)))
+        calls.append(memory_budget.Call(i, 0, draw.randint(1, 100), draw.uniform(1, 10), False, crossing, later, draw.randint(0, crossing - later)))
     return calls
 
 
-def bytes_of(calls: list[budget.Call], cuts: tuple[int, ...], again: tuple[bool, ...]) -> tuple[int, float]:
+def bytes_of(calls: list[memory_budget.Call], cuts: tuple[int, ...], again: tuple[bool, ...]) -> tuple[int, float]:
     """(peak, seconds) of segments between cuts, recomputed or not."""
     kept = peak = 0
     seconds = 0.0
@@ -515,10 +515,10 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     total, least = sum(c.saved for c in calls), min(w[0] for w in ways)
     for share in (0.1, 0.4, 0.8):
         limit = int(least + share * (total - least))
-        chosen = budget.segments(calls, limit)
+        chosen = memory_budget.segments(calls, limit)
         cuts = tuple(sorted({0, n, *itertools.chain(*chosen)}))
         peak, seconds = bytes_of(calls, cuts, tuple((i, j) in chosen for i, j in itertools.pairwise(cuts)))
         assert peak <= limit
         assert seconds <= min(s for b, s in ways if b <= limit * 0.99) + 1e-9
     with pytest.raises(GraphError, match="cannot be kept"):
-        budget.segments(calls, least - 1)
+        memory_budget.segments(calls, least - 1)

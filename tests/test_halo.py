@@ -17,12 +17,12 @@ from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.boxing.halo import Reach, fetch, most_fetched
-from globaltensor.distributed.comm import comms
+from globaltensor.boxing.halo_exchange import Reach, fetch, most_fetched
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
-from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.sharding.sbp import Sbp, broadcast, partial_sum, split
 
 B, P, S = broadcast, partial_sum, split
 

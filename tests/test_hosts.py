@@ -19,7 +19,7 @@ import torch
 from support.hosts import LOOPBACK, NAMESPACES, Network, hosts, kind
 from support.launched import within
 
-from globaltensor.distributed import interface
+from globaltensor.distributed import network as interface
 
 LIMIT = 120.0  # seconds for a job on a busy machine, where importing torch alone may take 20
 needs_namespaces = pytest.mark.skipif(kind()[0] != NAMESPACES, reason=kind()[1])

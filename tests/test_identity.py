@@ -19,7 +19,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.tensor import full
+from globaltensor._ops.methods import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 BODIES = Bodies()

@@ -13,7 +13,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError, GlobalTensorError, KindError, PlacementError, ShapeError
 

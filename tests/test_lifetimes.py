@@ -17,10 +17,10 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor import reducer
+from globaltensor._tensor.gradients import reducer
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.flats import Room
+from globaltensor._tensor.gradients.flat_buffers import Room
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 

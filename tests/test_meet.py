@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from globaltensor.distributed import meet as room
-from globaltensor.distributed.detect import Detected
+from globaltensor.distributed import file_rendezvous as room
+from globaltensor.distributed.cluster_env import Detected
 from globaltensor.errors import WorldError
 
 LONG = timedelta(seconds=60)

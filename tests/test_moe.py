@@ -18,10 +18,10 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import SbpError, ShapeError
-from globaltensor.moe import expert_parameters, experts_in
+from globaltensor.parallel.expert_modules import expert_parameters, experts_in
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 

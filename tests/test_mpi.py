@@ -18,7 +18,7 @@ from support.mpi import needs_mpi, run_by_mpi
 from support.pool import RanksFailed
 
 import globaltensor as flow
-from globaltensor.distributed.mpi import collectives, work
+from globaltensor.distributed.backends.select.mpi import collectives, progress
 from globaltensor.errors import WorldError
 
 pytestmark = needs_mpi
@@ -99,8 +99,8 @@ def _reduce_all(ranks: tuple[int, ...], sizes: list[int]) -> int:
             dist.all_reduce(x, how, group)
             _same(x, want, f"all_reduce {op} {dtype} {n}")
             x = mine.clone()
-            work = dist.reduce(x, root, how, group, async_op=True)
-            work.wait()
+            progress = dist.reduce(x, root, how, group, async_op=True)
+            progress.wait()
             _same(x, want if me == root else mine, f"reduce {op} {dtype} {n}")
             out = torch.empty(n, dtype=dtype)
             dist.reduce_scatter(out, [mine] * len(ranks), how, group)
@@ -365,9 +365,9 @@ class _Coming:
 @pytest.mark.parametrize(("roomy", "naps"), [(True, [1e-3]), (False, [1e-4, 1e-4, 1e-3])])
 def test_a_message_on_its_way_is_looked_at_again(roomy: bool, naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(work.time, "sleep", slept.append)
+    monkeypatch.setattr(progress.time, "sleep", slept.append)
     for waited in (0.5e-3, 5e-3, 0.5, 5.0):
-        work.Progress()._nap([_Coming(roomy)], waited)  # type: ignore[list-item]
+        progress.Progress()._nap([_Coming(roomy)], waited)  # type: ignore[list-item]
     assert slept == naps
 
 
@@ -442,14 +442,14 @@ def _late() -> str:
     if flow.env.get_rank() == 1:
         dist.barrier()
         return ""
-    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    progress = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     with pytest.raises(WorldError) as caught:
-        work.wait()
+        progress.wait()
     with pytest.raises(RuntimeError, match="timed out"):
         dist.irecv(torch.ones(3), 1).wait(timedelta(seconds=0.2))
-    assert work.is_completed()
-    assert not work.is_success()
-    assert work.exception() is caught.value
+    assert progress.is_completed()
+    assert not progress.is_success()
+    assert progress.exception() is caught.value
     dist.barrier()
     return str(caught.value)
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from globaltensor.distributed import neighbours
-from globaltensor.distributed.neighbours import Gone, Neighbours, host
+from globaltensor.distributed.backends.select import shared_memory
+from globaltensor.distributed.backends.select.shared_memory import Gone, Neighbours, host
 
 pytestmark = pytest.mark.skipif(not host(), reason="this system has no memory files, or cannot pass them on")
 
@@ -108,7 +108,7 @@ def test_many_notes_that_nobody_reads_yet(two: list[Neighbours]) -> None:
 
 
 def test_a_sender_that_can_wait_does_not_fill_the_memory(two: list[Neighbours], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_UNREAD", 1 << 20)
+    monkeypatch.setattr(shared_memory, "_UNREAD", 1 << 20)
     a, b = two
 
     def read() -> None:

@@ -12,7 +12,7 @@ from support.everywhere import full
 from torch import optim
 
 import globaltensor as flow
-from globaltensor import optimizers
+from globaltensor.optim import local_step
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -136,7 +136,7 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
             ((x @ params[0]).relu() @ params[1]).square().mean().backward()
             if i == 3:
                 after(optimizer, params)
-            swap = optimizers._swaps.get(optimizer)
+            swap = local_step._swaps.get(optimizer)
             again = swap is not None and swap.last is not None and swap.last.gradients(optimizer) is not None
             optimizer.step()
             if isinstance(params[0], flow.GlobalTensor) and (change in ("nothing", "gradients set") or i < 3):

@@ -15,14 +15,14 @@ from support.pool import Pool, RanksFailed
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.pipeline import Action, Edge, Pipeline, Schedule, Stage, schedule
-from globaltensor.graph.pipeline.deferred import linear
-from globaltensor.placement import Placement
-from globaltensor.sbp import broadcast, partial_sum, split
-from globaltensor.spec import Spec
+from globaltensor.graph.pipeline.split_backward import linear
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.sbp import broadcast, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 F64, SHAPE = torch.float64, (5, 3)
 SOURCES = [[0], [1, 0], [0, 1, 2], [[0, 1], [2, 3]]]

@@ -13,32 +13,32 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from globaltensor._torch import memory_users
-from globaltensor.graph.pipeline import deferred
-from globaltensor.graph.pipeline.deferred import Later
+from globaltensor._base.torch_private import memory_users
+from globaltensor.graph.pipeline import split_backward
+from globaltensor.graph.pipeline.split_backward import Later
 from globaltensor.graph.pipeline.stage import Stage
 
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], dict[str, Any]]
 
 CASES: dict[str, Case] = {
-    "linear": (F.linear, deferred.linear, [(5, 3), (4, 3), (4,)], {}),
-    "linear without bias": (F.linear, deferred.linear, [(2, 5, 3), (4, 3)], {}),
-    "linear of a vector": (F.linear, deferred.linear, [(3,), (4, 3), (4,)], {}),
-    "linear of no features": (F.linear, deferred.linear, [(2, 5, 0), (4, 0), (4,)], {}),
-    "linear of nothing": (F.linear, deferred.linear, [(0, 3), (4, 3), (4,)], {}),
-    "matmul": (torch.matmul, deferred.matmul, [(2, 3, 5), (5, 4)], {}),
-    "matmul of a vector": (torch.matmul, deferred.matmul, [(5,), (5, 4)], {}),
-    "lighter linear": (F.linear, deferred.lighter_linear, [(2, 5, 3), (4, 3), (4,)], {}),
-    "lighter linear without bias": (F.linear, deferred.lighter_linear, [(5, 3), (4, 3)], {}),
-    "lighter linear of a vector": (F.linear, deferred.lighter_linear, [(3,), (4, 3), (4,)], {}),
-    "lighter linear of no features": (F.linear, deferred.lighter_linear, [(2, 5, 0), (4, 0), (4,)], {}),
-    "lighter linear of columns": (lambda x, w, b: F.linear(x.mT, w, b), lambda x, w, b: deferred.lighter_linear(x.mT, w, b), [(2, 3, 5), (4, 3), (4,)], {}),
-    "lighter linear of nothing": (F.linear, deferred.lighter_linear, [(0, 3), (4, 3), (4,)], {}),
-    "lighter matmul": (torch.matmul, deferred.lighter_matmul, [(2, 3, 5), (5, 4)], {}),
-    "conv1d": (F.conv1d, deferred.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),
-    "conv2d": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 2), (5,)], {"stride": (2, 1), "dilation": 2, "padding": (1, 0)}),
-    "conv2d without bias": (F.conv2d, deferred.conv2d, [(2, 3, 8, 7), (5, 3, 3, 3)], {}),
-    "conv3d": (F.conv3d, deferred.conv3d, [(1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)], {}),
+    "linear": (F.linear, split_backward.linear, [(5, 3), (4, 3), (4,)], {}),
+    "linear without bias": (F.linear, split_backward.linear, [(2, 5, 3), (4, 3)], {}),
+    "linear of a vector": (F.linear, split_backward.linear, [(3,), (4, 3), (4,)], {}),
+    "linear of no features": (F.linear, split_backward.linear, [(2, 5, 0), (4, 0), (4,)], {}),
+    "linear of nothing": (F.linear, split_backward.linear, [(0, 3), (4, 3), (4,)], {}),
+    "matmul": (torch.matmul, split_backward.matmul, [(2, 3, 5), (5, 4)], {}),
+    "matmul of a vector": (torch.matmul, split_backward.matmul, [(5,), (5, 4)], {}),
+    "lighter linear": (F.linear, split_backward.lighter_linear, [(2, 5, 3), (4, 3), (4,)], {}),
+    "lighter linear without bias": (F.linear, split_backward.lighter_linear, [(5, 3), (4, 3)], {}),
+    "lighter linear of a vector": (F.linear, split_backward.lighter_linear, [(3,), (4, 3), (4,)], {}),
+    "lighter linear of no features": (F.linear, split_backward.lighter_linear, [(2, 5, 0), (4, 0), (4,)], {}),
+    "lighter linear of columns": (lambda x, w, b: F.linear(x.mT, w, b), lambda x, w, b: split_backward.lighter_linear(x.mT, w, b), [(2, 3, 5), (4, 3), (4,)], {}),
+    "lighter linear of nothing": (F.linear, split_backward.lighter_linear, [(0, 3), (4, 3), (4,)], {}),
+    "lighter matmul": (torch.matmul, split_backward.lighter_matmul, [(2, 3, 5), (5, 4)], {}),
+    "conv1d": (F.conv1d, split_backward.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),
+    "conv2d": (F.conv2d, split_backward.conv2d, [(2, 3, 8, 7), (5, 3, 3, 2), (5,)], {"stride": (2, 1), "dilation": 2, "padding": (1, 0)}),
+    "conv2d without bias": (F.conv2d, split_backward.conv2d, [(2, 3, 8, 7), (5, 3, 3, 3)], {}),
+    "conv3d": (F.conv3d, split_backward.conv3d, [(1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)], {}),
 }
 
 
@@ -117,14 +117,14 @@ def test_what_cannot_wait_comes_at_once() -> None:
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     later = Later()
     with later.recording():
-        out = deferred.linear(x, w * 2, b) + deferred.linear(x, w.detach(), b * 3)
+        out = split_backward.linear(x, w * 2, b) + split_backward.linear(x, w.detach(), b * 3)
     with later.holding():
         out.sum().backward()
     assert later.waiting == 0
     same([w.grad, b.grad], [2 * x.detach().sum(0).expand(4, 3), torch.full((4,), 20.0, dtype=torch.float64)])
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     with later.recording():
-        out = deferred.linear(x, w, b * 3)  # a weight that can wait, a bias that cannot
+        out = split_backward.linear(x, w, b * 3)  # a weight that can wait, a bias that cannot
     with later.holding():
         out.sum().backward()
     same([b.grad], [torch.full((4,), 15.0, dtype=torch.float64)])
@@ -138,7 +138,7 @@ def test_an_input_that_was_written_to_is_told() -> None:
     later = Later()
     with later.recording():
         h = x * 2
-        out = deferred.lighter_linear(h, w)
+        out = split_backward.lighter_linear(h, w)
     h.add_(1)
     out.sum().backward()
     with pytest.raises(RuntimeError, match=r"the input \[5, 3\] of a linear layer is at version 1, expected version 0"):
@@ -152,7 +152,7 @@ def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: to
     given, theirs = ([t.detach().to(dtype).requires_grad_() for t in operands(shapes)] for _ in range(2))
     later = Later()
     with later.recording():
-        out = (deferred.lighter_matmul if lighter else deferred.matmul)(*given)
+        out = (split_backward.lighter_matmul if lighter else split_backward.matmul)(*given)
     with later.holding():
         (out * 1j if dtype.is_complex else out).abs().sum().backward()
     assert later.waiting == 0
@@ -166,10 +166,10 @@ def test_results_that_nobody_differentiates() -> None:
     x, w, v = operands([(5, 3), (4, 3), (4, 3)])
     later = Later()
     with later.recording():
-        out = deferred.lighter_linear(x, w)
-        deferred.lighter_linear(x, v)
+        out = split_backward.lighter_linear(x, w)
+        split_backward.lighter_linear(x, v)
         with torch.no_grad():
-            same([deferred.lighter_linear(x, v)], [F.linear(x, v)])
+            same([split_backward.lighter_linear(x, v)], [F.linear(x, v)])
     assert later.waiting == 2
     with later.holding():
         out.sum().backward()
@@ -177,7 +177,7 @@ def test_results_that_nobody_differentiates() -> None:
     same([w.grad, v.grad], [x.detach().sum(0).expand(4, 3), None])
 
 
-@pytest.mark.parametrize("linear", [deferred.linear, deferred.lighter_linear])
+@pytest.mark.parametrize("linear", [split_backward.linear, split_backward.lighter_linear])
 def test_a_whole_backward_of_a_stage_that_could_split_it(linear: Callable[..., Tensor]) -> None:
     """A schedule of the user's may have both."""
     x, w, b = operands([(5, 3), (4, 3), (4,)])
@@ -209,8 +209,8 @@ def test_frozen_weights() -> None:
     x, w, b = operands([(5, 3), (4, 3), (4,)])
     later = Later()
     with later.recording():
-        out = deferred.linear(x, w.requires_grad_(False), b)
-        half = deferred.linear(x, w.clone().requires_grad_(), b.detach())
+        out = split_backward.linear(x, w.requires_grad_(False), b)
+        half = split_backward.linear(x, w.clone().requires_grad_(), b.detach())
     with later.holding():
         out.sum().backward()
         assert later.waiting == 0
@@ -226,13 +226,13 @@ class Within(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        return deferred.linear(x, w)
+        return split_backward.linear(x, w)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
         with torch.enable_grad():
-            return torch.autograd.grad(deferred.linear(x, w), [x, w], grads)
+            return torch.autograd.grad(split_backward.linear(x, w), [x, w], grads)
 
 
 def test_a_backward_within_a_backward_gets_what_it_asks_for() -> None:
@@ -259,7 +259,7 @@ def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
         x = values(5, 3, seed=2 + i)
         want += (10 if hooked else 1) * x.sum(0)
         with later.recording():
-            out = deferred.linear(x, w).sum()
+            out = split_backward.linear(x, w).sum()
         with later.holding():
             out.backward()
     assert steps == ["hook", "added"] * (2 if hooked else 0), "a gradient that somebody watches does not wait"
@@ -285,7 +285,7 @@ def test_autocast() -> None:
 
     want = run(F.linear, None)
     assert want[0].dtype is torch.bfloat16
-    for got, w in zip(run(deferred.linear, Later()), want, strict=True):
+    for got, w in zip(run(split_backward.linear, Later()), want, strict=True):
         torch.testing.assert_close(got, w, rtol=2e-2, atol=2e-2)
         assert got.dtype is w.dtype
 
@@ -306,8 +306,8 @@ def test_between_i_and_w_only_inputs_and_gradients_of_results_are_kept() -> None
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.t):
-            h = deferred.matmul(x, w)
-            return (deferred.matmul(h.sin().exp(), v),)  # the sine and what it is of are saved by autograd alone
+            h = split_backward.matmul(x, w)
+            return (split_backward.matmul(h.sin().exp(), v),)  # the sine and what it is of are saved by autograd alone
 
     stage = Stage(function, [0])
     stage.forward(0, [values(3, 4)], split=True)
@@ -330,12 +330,12 @@ def test_outputs_are_not_kept() -> None:
     same([w.grad], [values(3, 4).sum(0)])
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": deferred.checkpointing}], ids=["plain", "context_fn"])
+@pytest.mark.parametrize("context", [{}, {"context_fn": split_backward.checkpointing}], ids=["plain", "context_fn"])
 def test_checkpoints(context: dict[str, Any]) -> None:
     w = values(4, 4, seed=1).requires_grad_()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        return (checkpoint(lambda x: deferred.linear(deferred.linear(x, w).tanh(), w), x, use_reentrant=False, **context),)
+        return (checkpoint(lambda x: split_backward.linear(split_backward.linear(x, w).tanh(), w), x, use_reentrant=False, **context),)
 
     x = values(3, 4).requires_grad_()
     (F.linear(F.linear(x, w).tanh(), w)).sum().backward()
@@ -350,6 +350,6 @@ def test_checkpoints(context: dict[str, Any]) -> None:
 
 def test_the_table_of_replacements() -> None:
     a, b = values(2, 3), values(3, 4, seed=1)
-    for plain, ours in deferred.DEFERRED.items():
-        if ours is deferred.matmul:
+    for plain, ours in split_backward.DEFERRED.items():
+        if ours is split_backward.matmul:
             same([ours(a, b)], [plain(a, b)])

@@ -17,10 +17,10 @@ from globaltensor.cluster import Cluster, Curve
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import ClusterError
-from globaltensor.profiling import describe, measure_ops, profile
-from globaltensor.profiling.clock import Case, Clock
-from globaltensor.profiling.kernels import fitted
-from globaltensor.profiling.moves import constants, groups_of, measure_moves
+from globaltensor.auto.profile import describe, measure_ops, profile
+from globaltensor.auto.profile.clock import Case, Clock
+from globaltensor.auto.profile.kernels import fitted
+from globaltensor.auto.profile.collectives import constants, groups_of, measure_moves
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "exchange", "send")
 
@@ -128,7 +128,7 @@ def test_each_peer_of_a_large_exchange_gets_something(ranks: int, sizes: int) ->
 def test_how_many_ranks_are_started(device: str, gpus: int, nproc: int, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sys.modules["globaltensor.profiling.measure"], "run", lambda *_, nprocs, **__: [nprocs])
+    monkeypatch.setattr(sys.modules["globaltensor.auto.profile.measure"], "run", lambda *_, nprocs, **__: [nprocs])
     assert profile(1.0, nproc, device) == started
 
 

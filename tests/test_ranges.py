@@ -15,7 +15,7 @@ from torch import Tensor
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.tensor import full
+from globaltensor._ops.methods import full
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 X, COLUMNS, ROWS = torch.arange(24.0).view(6, 4), torch.ones(6, 5), torch.ones(5, 4)

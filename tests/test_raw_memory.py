@@ -28,7 +28,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.errors import StorageError
-from globaltensor.spec import Stored
+from globaltensor.sharding.spec import Stored
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
@@ -306,9 +306,9 @@ def with_accelerate() -> None:
     home.Accelerator = Accelerator  # type: ignore[attr-defined]
     sys.modules["accelerate.accelerator"] = home
     try:
-        from globaltensor import savers
+        from globaltensor._tensor import file_savers
 
-        savers.install()
+        file_savers.install()
     finally:
         del sys.modules["accelerate.accelerator"]
     model: Any = nn.Linear(3, 4)

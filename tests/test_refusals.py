@@ -20,7 +20,7 @@ from torch import Tensor
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.tensor import full
+from globaltensor._ops.methods import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 CHUNK = 120

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 BY_ROWS = "a b -> a b"

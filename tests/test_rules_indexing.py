@@ -15,7 +15,7 @@ from support.oracle import check, spelled
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.rules.indexing import _overlap
+from globaltensor._ops.rules.indexing import _overlap
 
 T = torch.Tensor
 get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__

@@ -15,7 +15,7 @@ from support.everywhere import compare, full
 from support.oracle import check
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 
 

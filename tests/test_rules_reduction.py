@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from support.everywhere import compare
 from support.oracle import check
 
-from globaltensor import _torch
+from globaltensor._base import torch_private
 
 inf = float("inf")
 
@@ -44,7 +44,7 @@ ROWS: list[tuple[Any, ...]] = [
     (L.vector_norm, x(5, 4), -inf, 0), (L.vector_norm, x(5, 4), 0, 0), (L.norm, x(5, 4)), (L.norm, x(5, 4), "fro"), (L.norm, x(5, 4), "nuc"),
     (L.matrix_norm, x(3, 5, 4)), (L.matrix_norm, x(3, 5, 4), 2),
     (torch.norm_except_dim, x(5, 4, 3), 2, 0), (torch.norm_except_dim, x(5, 4), 3, 1), (torch.norm_except_dim, x(5, 4), 2, -1),
-    (_torch.weight_norm, x(5, 4, 3), x(5, 1, 1), 0), (_torch.weight_norm, x(5, 4), x(1, 4), 1), *[(f, mask) for f in _torch.is_all_true + _torch.is_any_true],
+    (torch_private.weight_norm, x(5, 4, 3), x(5, 1, 1), 0), (torch_private.weight_norm, x(5, 4), x(1, 4), 1), *[(f, mask) for f in torch_private.is_all_true + torch_private.is_any_true],
     (torch.dist, x(5, 4), x(5, 4)), (F.cosine_similarity, x(5, 4), x(5, 4)), (F.cosine_similarity, x(5, 4), x(4), -1), (F.pairwise_distance, x(5, 4), x(4)),
     (torch.cdist, x(2, 5, 3), x(4, 3)),
     (torch.softmax, x(5, 4), 0), (F.softmax, x(5, 4), 1), (F.log_softmax, x(5, 1, 4), 1), (F.softmin, x(5, 4), 0), (torch.logsumexp, x(5, 4), 0),

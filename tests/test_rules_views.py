@@ -14,7 +14,7 @@ from support.oracle import check
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.rules.views import groups, own
+from globaltensor._ops.rules.view import groups, own
 
 T = torch.Tensor
 B, S = flow.sbp.broadcast, flow.sbp.split

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PlacementError
 

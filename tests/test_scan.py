@@ -14,9 +14,9 @@ from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.cluster import Cluster, use_cluster
-from globaltensor.distributed.comm import comms
+from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
-from globaltensor.sbp import Sbp, broadcast, split
+from globaltensor.sharding.sbp import Sbp, broadcast, split
 
 B, S = broadcast, split
 INF, NAN = float("inf"), float("nan")

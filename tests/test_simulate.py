@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from globaltensor.distributed.comm import Traffic, combine, comms
+from globaltensor.distributed.communicator import Traffic, combine, comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import ProcessWorld, World, world
 from globaltensor.errors import WorldError

@@ -209,7 +209,7 @@ def test_the_failing_rank_s_exception_is_raised_here_and_the_others_end(mark: Pa
     text = str(caught.value.__cause__)
     assert text.startswith("rank 1 of 2 failed:\nTraceback (most recent call last):\n")
     assert 'File "<cell 1>", line 15, in work\n    raise Fell("the sky", "fell")' in text, "the cell's own line is shown"
-    assert "errand.py" not in text
+    assert "distributed/run/worker.py" not in text
 
 
 def unpicklable_error() -> None:
@@ -355,7 +355,7 @@ def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, m
 
 
 def test_a_rank_ends_with_its_parent_where_the_kernel_does_not_see_to_it(mark: Path) -> None:
-    orphan = "import os, sys, time; from globaltensor.distributed.errand import end_with; os.setpgid(0, 0); end_with(os.getppid())"
+    orphan = "import os, sys, time; from globaltensor.distributed.run.worker import end_with; os.setpgid(0, 0); end_with(os.getppid())"
     orphan += f"; open({str(mark / 'here')!r}, 'w'); time.sleep(300)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {orphan!r}]); time.sleep(300)"
     with subprocess.Popen([sys.executable, "-c", parent]) as process:

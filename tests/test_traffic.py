@@ -16,7 +16,7 @@ from test_example_gpt import example
 from test_training import SUMS, TABLE
 
 import globaltensor as flow
-from globaltensor.distributed.comm import Traffic, comms
+from globaltensor.distributed.communicator import Traffic, comms
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split

@@ -16,12 +16,12 @@ import torch
 
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
-from globaltensor.v0 import crew, device, meeting
-from globaltensor.v0.control import Line
-from globaltensor.v0.devices import Layout
-from globaltensor.v0.place import Workers
-from globaltensor.v0.session import session
-from globaltensor.v0.settings import Machine, Settings, logger
+from globaltensor.v0.session.session import worker_pool, worker, rendezvous
+from globaltensor.v0.session.session.control_channel import Line
+from globaltensor.v0.session.session.device_layout import Layout
+from globaltensor.v0.session.session.process_place import Workers
+from globaltensor.v0.session.session.session import session
+from globaltensor.v0.session.session.settings import Machine, Settings, logger
 
 SECONDS = 20.0
 
@@ -121,13 +121,13 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(ends: tuple[Lin
         if threading.current_thread() is follower:
             raise SystemExit
 
-    monkeypatch.setattr(device, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None))
-    monkeypatch.setattr(device, "_leave", leave)
-    monkeypatch.setattr(device, "reset_world", lambda: None)
+    monkeypatch.setattr(worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None))
+    monkeypatch.setattr(worker, "_leave", leave)
+    monkeypatch.setattr(worker, "reset_world", lambda: None)
 
     def follow() -> None:
         with contextlib.suppress(SystemExit):
-            device.follow(line, None, {}, Workers())  # type: ignore[arg-type]
+            worker.follow(line, None, {}, Workers())  # type: ignore[arg-type]
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
@@ -158,12 +158,12 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
     def lead(*_: object) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = "other0"
 
-    monkeypatch.setenv(meeting.VARIABLE, "50")
+    monkeypatch.setenv(rendezvous.VARIABLE, "50")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     for name, value in {"time": SimpleNamespace(monotonic=lambda: now[0]), "is_here": lambda a: a == "b", "reached": found, "_lead": lead}.items():
-        monkeypatch.setattr(meeting, name, value)
-    monkeypatch.setattr(meeting.Meeting, "_heard", heard)
-    met = meeting.Meeting(Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu")
+        monkeypatch.setattr(rendezvous, name, value)
+    monkeypatch.setattr(rendezvous.Meeting, "_heard", heard)
+    met = rendezvous.Meeting(Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu")
     assert min(waits.values()) >= 50
     assert set(waits) == {"machine", "met", "go"}
     assert os.environ["NCCL_SOCKET_IFNAME"] == "other0"
@@ -172,7 +172,7 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
 
 
 def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(ends: tuple[Line, Line]) -> None:
-    comes = object.__new__(meeting.Meeting)
+    comes = object.__new__(rendezvous.Meeting)
     comes.master = ends[0]
     with pytest.raises(flow.SessionError, match=r"what listens at a:1 is not the master of this session, or it hangs"):
         comes._heard("a:1", "machine", 0.1)
@@ -183,16 +183,16 @@ def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(ends:
 
 def test_a_wrong_interface_is_named_before_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [Machine("203.0.113.7"), Machine("203.0.113.8")]
-    monkeypatch.setattr(meeting, "interface_of", lambda _: "eth0")
+    monkeypatch.setattr(rendezvous, "interface_of", lambda _: "eth0")
     for name in ("nosuch0", "lo"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         with pytest.raises(flow.SessionError, match=f"machine 1: GLOO_SOCKET_IFNAME is '{name}', .*set it to eth0"):
-            meeting._lead("203.0.113.8", nodes, 1)
+            rendezvous._lead("203.0.113.8", nodes, 1)
 
 
 def test_who_connects_and_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "_HELLO_SECONDS", 0.1)
-    found = crew.Crew(Layout(1, 2), None, Workers())
+    monkeypatch.setattr(worker_pool, "_HELLO_SECONDS", 0.1)
+    found = worker_pool.Crew(Layout(1, 2), None, Workers())
     with socket.create_connection(found.server.getsockname(), SECONDS) as stranger:
         found._welcome("token")
         stranger.settimeout(SECONDS)

@@ -16,10 +16,10 @@ from support.jobs import constant, play
 import globaltensor
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
-from globaltensor.v0.control import proxies
+from globaltensor.v0.session.session.control_channel import proxies
 from globaltensor.v0.data import read_idx
-from globaltensor.v0.devices import Devices, Layout
-from globaltensor.v0.settings import settings
+from globaltensor.v0.session.session.device_layout import Devices, Layout
+from globaltensor.v0.session.session.settings import settings
 
 
 @pytest.fixture(autouse=True)

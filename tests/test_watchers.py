@@ -15,9 +15,9 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.comm import comms
-from globaltensor.reducer import reducer
-from globaltensor.rules.quotient import Quotient
+from globaltensor.distributed.communicator import comms
+from globaltensor._tensor.gradients.reducer import reducer
+from globaltensor._ops.rules.deferred_mean import Quotient
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 IGNORED = -100

@@ -1,6 +1,6 @@
 """``flow.amp``: torch.amp, and this library's scalers of the loss."""
 
-from .scalers import GradScaler, StaticGradScaler
-from ..borrowed import names_of_torch as _names_of_torch
+from .grad_scaler import GradScaler, StaticGradScaler
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 
 __getattr__ = _names_of_torch(__name__)

@@ -17,21 +17,21 @@ import torch
 from ..cluster import Cluster, current_cluster
 from ..distributed.world import world
 from ..graph.graph import Graph
-from ..graph.nest import replaced, tensors_in
-from ..parallelize import PLANS
-from ..placement import Placement
-from ..sbp import broadcast
-from ..spec import Spec
-from ..wrapper import GlobalTensor
-from .calls import Calls
-from .candidates import fills
-from .everything import everything
-from .foretold import on_a_clock
-from .formulate import Options, formulate
-from .planned import Plan, PlanError
-from .search import Found, compare, data_parallel, glance, search
-from .trace import calls_of_model, captured_calls
-from .uncollected import uncollected
+from ..graph.pytree import replaced, tensors_in
+from ..parallel.parallelize import PLANS
+from ..sharding.placement import Placement
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .._tensor.global_tensor import GlobalTensor
+from .ir.op_graph import Calls
+from .cost.strategies import fills
+from .inter_op.search import everything
+from .inter_op.predict import on_a_clock
+from .intra_op.formulate import Options, formulate
+from .plan.plan import Plan, PlanError
+from .intra_op.search import Found, compare, data_parallel, glance, search
+from .ir.trace import calls_of_model, captured_calls
+from .gc_pause import uncollected
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 
@@ -255,7 +255,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def _states(model: Any, states: float | None) -> float:
-    from .arrange import states_of
+    from .apply.graphs import states_of
 
     if states is not None:
         return _number("states", states)

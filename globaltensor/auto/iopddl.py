@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-from ..outputs import check_writable, write_text
+from .._base.writable_path import check_writable, write_text
 from .solver import Problem, ProblemError, Solution, from_iopddl, solve
 
 #: Kept back for the step that is under way when time is up and for writing the answer, in seconds and as a share of the time limit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..spec import Spec
+from ..sharding.spec import Spec
 from .log import describe
 from .moves import show_bytes
 from .planner import plan

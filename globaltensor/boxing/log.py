@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BoxingError
-from ..spec import Spec
+from ..sharding.spec import Spec
 from .moves import show_bytes, show_placement
 from .planner import Plan
 

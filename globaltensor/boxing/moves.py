@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-from ..placement import Placement
-from ..sbp import Sbp, broadcast, split
-from ..spec import Spec
+from ..sharding.placement import Placement
+from ..sharding.sbp import Sbp, broadcast, split
+from ..sharding.spec import Spec
 
 __all__ = [
     "LOCAL",

@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 
 from ..errors import ClusterError
-from .formulas import BETWEEN, LOCAL, WITHIN, Group, group_of
-from .frozen import Frozen
-from .measured import Curve, Curves
+from .alpha_beta import BETWEEN, LOCAL, WITHIN, Group, group_of
+from .frozen_dict import Frozen
+from .measured_curves import Curve, Curves
 
 __all__ = ["Cluster", "current_cluster", "named_cluster", "use_cluster"]
 
@@ -263,7 +263,7 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file that `load` reads."""
-        from .file import save
+        from .json_file import save
 
         save(self, path)
 
@@ -271,7 +271,7 @@ class Cluster:
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read a file that `save` or a person wrote. Raises ClusterError, naming file and field, where it says no cluster. Where measured curves contradict
         the laws (measured.py) they are made lawful, and a logged warning says which."""
-        from .file import load
+        from .json_file import load
 
         return load(path)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from .frozen import Frozen
-from .measured import Curve
+from .frozen_dict import Frozen
+from .measured_curves import Curve
 from .model import Cluster
 
 __all__ = ["PRESETS", "preset"]

@@ -2,10 +2,10 @@
 
 import torch.distributed as _dist
 
-from ..borrowed import names_of_torch as _names_of_torch
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 
 if _dist.is_available():
     from .collectives import *  # noqa: F403
-    from .groups import *  # noqa: F403
+    from .process_groups import *  # noqa: F403
 
 __getattr__ = _names_of_torch(__name__)

@@ -1,7 +1,7 @@
 """torch.distributed's collectives and messages: its own functions with its own signatures, safe to call on any tensor.
 
 They start the world where nobody has. On gloo, which reads and writes storages as they lie, a tensor that is not contiguous, or of a dtype it does not
-know, travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (agreement.py). Other backends get what is given.
+know, travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (distributed/collective_check.py). Other backends get what is given.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..counted_once import ADDING, check_collective
+from .replicated_values import ADDING, check_collective
 from ..errors import GlobalTensorError
-from ..wrapper import GlobalTensor
-from .agreement import Call, agree, enabled
-from .groups import start
+from .._tensor.global_tensor import GlobalTensor
+from .collective_check import Call, agree, enabled
+from .process_groups import start
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",

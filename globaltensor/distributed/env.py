@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..sharding.placement import Placement
 from .rdma import destroy_rdma, init_rdma, rdma_is_initialized
 from .world import world
 

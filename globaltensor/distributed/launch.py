@@ -1,7 +1,7 @@
 """The launcher: starts this node's ranks, watches over them, and leaves nothing behind.
 
-``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch ...``. It is torch's elastic agent (agent.py) over
-processes of its own (supervise.py): each rank is a process in a group of its own, told who it is by the variables that torchrun sets too. When one fails
+``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch ...``. It is torch's elastic agent (distributed/launcher/elastic_agent.py) over
+processes of its own (distributed/launcher/workers.py): each rank is a process in a group of its own, told who it is by the variables that torchrun sets too. When one fails
 the others end, and the launcher says which rank it was, how it ended and what it said last. Docs: docs/environment.md.
 """
 
@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousGracefulExitError
 
 from ..errors import WorldError
-from .launcher.agent import NodeAgent, Signals
+from .launcher.elastic_agent import NodeAgent, Signals
 from .launcher.job import Job, in_one_line
-from .launcher.nodes import bound
+from .launcher.node_rendezvous import bound
 from .launcher.options import job_of, parser
-from .launcher.streams import Pump, say
-from .launcher.supervise import Keeper, signal_name
+from .launcher.log_streams import Pump, say
+from .launcher.workers import Keeper, signal_name
 
 __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WorldError
-from .backends import names
-from .groups import start
+from .backends.select import names
+from .process_groups import start
 from .world import World, running
 
 __all__ = ["destroy_rdma", "devices", "init_rdma", "rdma_is_initialized"]

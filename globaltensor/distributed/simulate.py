@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WorldError, noted
-from .comm import Channel, Comm, Message
+from .communicator import Channel, Comm, Message
 from .world import World, set_world
 
 __all__ = ["SimulatedWorld", "simulate"]

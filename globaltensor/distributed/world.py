@@ -19,18 +19,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .. import _torch
+from .._base import torch_private
 from ..errors import DivergenceError, WorldError
-from ..kinds import Kind
-from ..placement import Placement
-from ..spec import Spec
-from .backends import choose, lacking, prepare
-from .comm import Channel, Comm, Traffic
-from .detect import Detected, detect
+from ..sharding.tensor_kinds import Kind
+from ..sharding.placement import Placement
+from ..sharding.spec import Spec
+from .backends.select import choose, lacking, prepare
+from .communicator import Channel, Comm, Traffic
+from .cluster_env import Detected, detect
 from .divergence import History, Purpose, differs_at_end, end_record
-from .interface import advice, lead_gloo
-from .meet import meet
-from .neighbours import Neighbours
+from .network import advice, lead_gloo
+from .file_rendezvous import meet
+from .backends.shared_memory import Neighbours
 
 __all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 
@@ -48,10 +48,10 @@ class World(ABC):
     compares = False  # whether each collective compares what the ranks have run up to it (divergence.py)
     kind = plain = ""  # what the collective is that this rank is in, and which plain tensor is compared there: for errors
     purpose: Purpose = ""  # and what it is for
-    seed_agreed = False  # whether the ranks have made sure that they draw from one seed (draws.py)
+    seed_agreed = False  # whether the ranks have made sure that they draw from one seed (_ops/random.py)
     odd: Kind | None = None  # of what kind the plain tensor is that is being compared, if it is no ordinary one
-    pace: Any = None  # what compares this rank's ops with those of the others (globaltensor.pace), if anything
-    reducer: Any = None  # what sums this rank's gradients (globaltensor.reducer): each gradient of a backward pass asks for it
+    pace: Any = None  # what compares this rank's ops with those of the others (globaltensor._ops.rank_guard), if anything
+    reducer: Any = None  # what sums this rank's gradients (globaltensor._tensor.gradients.reducer): each gradient of a backward pass asks for it
 
     def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
@@ -61,7 +61,7 @@ class World(ABC):
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self.histories: dict[tuple[int, ...], History] = {}  # by the ranks they are of, sorted
         self._histories_of: dict[Any, History] = {}
-        self.plain_places: dict[Any, list[int]] = {}  # where the program uses plain tensors with global ones: how often, and when to compare next (promote.py)
+        self.plain_places: dict[Any, list[int]] = {}  # where the program uses plain tensors with global ones: how often, and when to compare next (_tensor/promote.py)
 
     def history(self, placements: tuple[Placement, ...]) -> History:
         """Return what this rank has run on tensors of these placements together."""
@@ -194,7 +194,7 @@ class ProcessWorld(World):
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
             self.carrier = _carrier()
-            self.store = _torch.default_store() if size > 1 else None
+            self.store = torch_private.default_store() if size > 1 else None
             self.backend = str(dist.get_backend_config(self.carrier))
             self.backends = dict(pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo"))
 
@@ -204,15 +204,15 @@ class ProcessWorld(World):
 
     def patience(self) -> float:
         """Seconds that a rank waits for others."""
-        return timeout().total_seconds() if self.carrier is None else _torch.timeout_of(self.carrier).total_seconds()
+        return timeout().total_seconds() if self.carrier is None else torch_private.timeout_of(self.carrier).total_seconds()
 
     def _connect(self, ranks: tuple[int, ...]) -> Comm:
-        from .shared import SharedComm
+        from .backends.shared_memory_comm import SharedComm
 
         return SharedComm(self, ranks)
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:
-        from .messages import NativeChannel, SharedChannel
+        from .backends.p2p_channels import NativeChannel, SharedChannel
 
         native = self.backends.get(device.type, "mpi") != "mpi"
         return (NativeChannel if native else SharedChannel)(self, source, target, device)
@@ -222,7 +222,7 @@ class ProcessWorld(World):
         if self.carrier is None:
             raise WorldError(f"rank {self.rank} of {self.size} has no process group (any more): it was destroyed, or the world was closed")
         name = f"globaltensor_{device.type}_from_{source}_to_{target}"
-        return _torch.new_group(sorted((source, target)), self.rank, name, self.backends[device.type], timeout())
+        return torch_private.new_group(sorted((source, target)), self.rank, name, self.backends[device.type], timeout())
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The torch group of these ranks, which are sorted; made at first use, by its members alone."""
@@ -231,7 +231,7 @@ class ProcessWorld(World):
             if self.carrier is None:
                 raise WorldError(f"rank {self.rank} of {self.size} has no process group (any more): it was destroyed, or the world was closed")
             name = "globaltensor_" + "_".join(map(str, ranks))
-            found = self.carrier if len(ranks) == self.size else _torch.new_group(ranks, self.rank, name, self.backend, timeout())
+            found = self.carrier if len(ranks) == self.size else torch_private.new_group(ranks, self.rank, name, self.backend, timeout())
             self._groups[ranks] = found
         return found
 

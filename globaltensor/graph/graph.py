@@ -16,37 +16,37 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import flats
+from .._tensor.gradients import flat_buffers
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
-from ..placement import Placement
-from ..promote import check_replicated
-from ..reducer import reducer
-from ..rules import RULES
-from ..spec import layout_on
-from ..uncompiled import LEFT_ALONE
-from ..wrapper import GlobalTensor
-from . import passes, report, state
-from .agree import Text, agree, agreed, seed_of, settings
-from .blocks import Proxy, bare
-from .capture import Captured, Result, capture
-from .checks import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
-from .clip import clip
+from ..sharding.placement import Placement
+from .._tensor.promote import check_replicated
+from .._tensor.gradients.reducer import reducer
+from .._ops.rules import RULES
+from ..sharding.spec import layout_on
+from .._tensor.compiler_guard import LEFT_ALONE
+from .._tensor.global_tensor import GlobalTensor
+from . import passes, printing, state_dict as state
+from .rank_agreement import Text, agree, agreed, seed_of, settings
+from .module_settings import Proxy, bare
+from .capture.capture import Captured, Result, capture
+from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
+from .grad_clip import clip
 from .config import Config
-from .dry import DryWorld
+from .capture.dry_world import DryWorld
 from .errors import GraphError
-from .held import Held
-from .lower import lower
-from .micro import Cutting
-from .nest import replaced, skeleton, tensors_in
-from .pipeline.grads import Grads
-from .pipeline.measured import measured
-from .pipeline.staged import Staged
+from .module_state import Held
+from .passes.lower import lower
+from .microbatch import Cutting
+from .pytree import replaced, skeleton, tensors_in
+from .pipeline.grad_sync import Grads
+from .pipeline.trace import measured
+from .pipeline.pipelined_graph import Staged
 from .pipeline.timeline import Timeline
-from .plan import Applied, Plan, following, plan_of
-from .program import Program, reader
-from .watch import lying, stages_of, watched
-from .zero import Zero, freeing
+from .sharding_plan import Applied, Plan, following, plan_of
+from .program.program import Program, reader
+from .capture.module_hooks import lying, stages_of, watched
+from ..optim.zero import Zero, freeing
 
 __all__ = ["Graph"]
 
@@ -73,7 +73,7 @@ class Built:
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
         """The results of each micro-batch; gradients are summed over the ranks in the last one."""
-        flats.keep_let_go_memory()
+        flat_buffers.keep_let_go_memory()
         if self.staged is not None:
             outs: Any = self.staged(micros, scale)
         else:
@@ -121,7 +121,7 @@ class Graph:
             _grads=Grads(),
             _shared=(None, None),  # ZeRO: its settings, and what carries them out
             _last=None,
-            _debug=report.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
+            _debug=printing.Debug(debug_v_level, debug_ranks, debug_max_py_stack_depth, debug_only_user_py_stack, debug_op_repr_with_py_stack),
             _captures=0,
             _plan=None,
             _arranged=None,  # the plan that a search has found for the shape being built
@@ -184,7 +184,7 @@ class Graph:
     ) -> None:
         """Log what the graph does: -1 nothing, 0 when it is captured, 1 also the modules, 2 also each op, 3 also the programs. ``ranks``: which ranks log
         (None: rank 0; -1: all). ``op_repr_with_py_stack``: ops come with the lines of code that made them."""
-        self.__dict__["_debug"] = report.Debug(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
+        self.__dict__["_debug"] = printing.Debug(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
 
     # State
 
@@ -395,7 +395,7 @@ class Graph:
                 captured = self._captured(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
-                text = Text(settings(self, stages), report.lines(captured.logical), seed_of(captured.program))
+                text = Text(settings(self, stages), printing.lines(captured.logical), seed_of(captured.program))
                 texts[:] = [*text.settings, *text.ops]
                 return (captured, stages), text
 
@@ -489,7 +489,7 @@ class Graph:
         return measured(staged.pipeline, path)
 
     def __repr__(self) -> str:
-        return report.describe(self)
+        return printing.describe(self)
 
 
 def _autocast_now() -> tuple[Any, ...]:

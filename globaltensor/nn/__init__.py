@@ -1,7 +1,7 @@
 """``flow.nn``: torch.nn, and what this library adds to it."""
 
 from . import graph, parallel
-from ..borrowed import names_of_torch as _names_of_torch
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 from ..graph.graph import Graph
 
 __getattr__ = _names_of_torch(__name__)

@@ -1,7 +1,7 @@
 """``flow.optim``: torch.optim, and OneFlow's optimizer and schedulers that torch lacks."""
 
 from . import lr_scheduler
-from ..borrowed import names_of_torch as _names_of_torch
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 from .lamb import LAMB
 
 __all__ = ["LAMB", "lr_scheduler"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..borrowed import names_of_torch as _names_of_torch
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 
 __all__ = ["CosineDecayLR", "PolynomialLR", "WarmUpLR", "WarmupLR"]
 

@@ -1,6 +1,6 @@
 """``flow.utils``: torch.utils, and what this library adds to it."""
 
 from . import data, global_view
-from ..borrowed import names_of_torch as _names_of_torch
+from .._base.torch_namespace import names_of_torch as _names_of_torch
 
 __getattr__ = _names_of_torch(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph.nest import replaced, tensors_in
-from .devices import Devices
+from ..graph.pytree import replaced, tensors_in
+from .session.device_layout import Devices
 from .distribute import Distribute, assert_is_valid_distribute
 from .errors import JobError
-from .record import Ref, Step
-from .tape import Tape, taping
+from .recording.program import Ref, Step
+from .recording.recorder import Tape, taping
 
 __all__ = ["Blob", "apply", "cast_distribute", "named", "own_step", "recording", "scoped"]
 

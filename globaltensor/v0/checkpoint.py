@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from .errors import JobError, SessionError
-from .session import session
-from .settings import logger
+from .session.session import session
+from .session.settings import logger
 
 __all__ = ["FileBacked", "Variable", "get", "get_all_variables", "load_variables", "save"]
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .settings import setting, settings, whole
+from .session.settings import setting, settings, whole
 
 __all__ = [
     "collective_boxing", "cpu_device_num", "ctrl_port", "enable_debug_mode", "enable_legacy_model_io", "enable_model_io_v2", "enable_tensor_float_32_compute",

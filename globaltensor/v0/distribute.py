@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..sbp import Sbp
-from ..sbp import broadcast as sbp_broadcast
-from ..sbp import split as sbp_split
+from ..sharding.sbp import Sbp
+from ..sharding.sbp import broadcast as sbp_broadcast
+from ..sharding.sbp import split as sbp_split
 from .errors import JobError
 from .scope import ConsistentView, MirroredView, consistent_view, consistent_view_enabled, mirrored_view, mirrored_view_enabled
 

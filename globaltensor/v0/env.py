@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import SessionError
-from .session import session
-from .settings import Machine, setting, settings, whole
+from .session.session import session
+from .session.settings import Machine, setting, settings, whole
 
 __all__ = ["Resource", "ctrl_port", "current_machine_id", "current_resource", "data_port", "init", "log_dir", "logbuflevel", "logtostderr", "machine"]
 

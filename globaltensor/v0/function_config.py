@@ -11,7 +11,7 @@ import torch
 from . import optimizer as optimizers
 from .errors import JobError
 from .scope import PlacementScope, View
-from .settings import logger
+from .session.settings import logger
 
 __all__ = ["FunctionConfig", "function_config"]
 

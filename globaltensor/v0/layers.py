@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import arrays, nn
+from . import ops, nn
 from .blob import Blob, apply, named, recording
 from .distribute import Distribute, assert_is_valid_distribute, broadcast
 from .errors import JobError
 from .initializers import Constant, Initializer, xavier_uniform_initializer
 from .regularizers import Regularizer
 from .scope import namespace
-from .spatial import channels_last, from_channels_first, numbers, to_channels_first
+from .conv_pool import channels_last, from_channels_first, numbers, to_channels_first
 from .variables import assign, get_variable
 
 __all__ = [
@@ -45,19 +45,19 @@ def dense(
     divided = sbp is not None and sbp.is_split
     if divided and (sbp.dim != 0 or len(inputs.shape) != 2):  # type: ignore[union-attr]
         raise JobError(f"layers.dense: model_distribute is split(0), for 2-D inputs, broadcast() or auto(); got {model_distribute!r} for {inputs!r}")
-    out = arrays.reshape(inputs, (-1, inputs.shape[-1])) if len(inputs.shape) > 2 else inputs
+    out = ops.reshape(inputs, (-1, inputs.shape[-1])) if len(inputs.shape) > 2 else inputs
     if divided:
         out = out.with_distribute(broadcast())
     with namespace(name):
         common: dict[str, Any] = {"trainable": trainable, "distribute": model_distribute, "dtype": inputs.dtype, "reuse": False}
         shape = (units, inputs.shape[-1])
         weight = get_variable("weight", shape, initializer=kernel_initializer, regularizer=kernel_regularizer, model_name="weight", **common)
-        out = arrays.matmul(out, weight, transpose_b=True, name="matmul")
+        out = ops.matmul(out, weight, transpose_b=True, name="matmul")
         if use_bias:
             bias = get_variable("bias", (units,), initializer=bias_initializer, regularizer=bias_regularizer, model_name="bias", **common)
             out = nn.bias_add(out, bias, name="bias_add")
         out = _activated(activation, out)
-    return arrays.reshape(out, (*inputs.shape[:-1], units)) if len(inputs.shape) > 2 else out
+    return ops.reshape(out, (*inputs.shape[:-1], units)) if len(inputs.shape) > 2 else out
 
 
 def _activated(activation: Activation | None, blob: Blob) -> Blob:

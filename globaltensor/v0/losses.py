@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .blob import Blob, recording
 from .errors import JobError
-from .record import Ref
+from .recording.program import Ref
 
 __all__ = ["add_loss"]
 

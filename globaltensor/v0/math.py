@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .arrays import cast
+from .ops import cast
 from .blob import Blob, apply, named, own_step
 from .errors import JobError
 

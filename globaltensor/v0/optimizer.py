@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ..amp import GradScaler, StaticGradScaler
-from . import schedules, updates
+from . import lr_schedules, optimizer_updates
 from .blob import Blob, recording
 from .errors import JobError
 from .losses import add_loss
-from .record import Declared
-from .schedules import (
+from .recording.program import Declared
+from .lr_schedules import (
     CosineScheduler,
     CustomScheduler,
     ExponentialScheduler,
@@ -67,7 +67,7 @@ class DynamicLossScale:
 
 
 #: ``warmup.constant(steps, multiplier)`` and ``warmup.linear(steps, start_multiplier)``
-warmup = types.SimpleNamespace(constant=schedules.constant, linear=schedules.linear)
+warmup = types.SimpleNamespace(constant=lr_schedules.constant, linear=lr_schedules.linear)
 #: ``grad_clipping.by_global_norm(clip_norm)``
 grad_clipping = types.SimpleNamespace(by_global_norm=ByGlobalNorm)
 #: ``loss_scale.static_loss_scale(factor)`` and ``loss_scale.dynamic_loss_scale(...)``
@@ -116,11 +116,11 @@ class Optimizer:
             raise JobError(f"optimizer.{type(self).__name__}: weight_decay_includes and weight_decay_excludes cannot both be given")
         self.weight_decay = (float(weight_decay or 0.0), _patterns(includes), _patterns(excludes))
 
-    def rule(self) -> tuple[type[updates.Update], dict[str, Any]]:
+    def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
         """The update, and its options."""
         raise JobError(f"{type(self).__name__} is no optimizer: take one of flow.optimizer")
 
-    def made(self, declared: Sequence[Declared], held: Mapping[str, torch.nn.Parameter]) -> updates.Update:
+    def made(self, declared: Sequence[Declared], held: Mapping[str, torch.nn.Parameter]) -> optimizer_updates.Update:
         """The torch optimizer of a job's variables."""
         kind, options = self.rule()
         own = {
@@ -157,8 +157,8 @@ class SGD(Optimizer):
         super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
         self.momentum = momentum
 
-    def rule(self) -> tuple[type[updates.Update], dict[str, Any]]:
-        return updates.SGDUpdate, {"beta": self.momentum}
+    def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
+        return optimizer_updates.SGDUpdate, {"beta": self.momentum}
 
 
 class SGDW(SGD):
@@ -177,7 +177,7 @@ class SGDW(SGD):
 class Adam(Optimizer):
     """Adam; without ``do_bias_correction`` the first steps are not enlarged."""
 
-    update: type[updates.Update] = updates.AdamUpdate
+    update: type[optimizer_updates.Update] = optimizer_updates.AdamUpdate
 
     def __init__(
         self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, do_bias_correction: bool = False,
@@ -187,7 +187,7 @@ class Adam(Optimizer):
         super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
         self.beta1, self.beta2, self.epsilon, self.do_bias_correction = beta1, beta2, epsilon, do_bias_correction
 
-    def rule(self) -> tuple[type[updates.Update], dict[str, Any]]:
+    def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
         return self.update, {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon, "correct": self.do_bias_correction}
 
 
@@ -208,7 +208,7 @@ class AdamW(Adam):
 class LazyAdam(Adam):
     """Adam that leaves alone the elements whose gradient is zero."""
 
-    update = updates.LazyAdamUpdate
+    update = optimizer_updates.LazyAdamUpdate
 
     def __init__(
         self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, loss_scale_factor: float | None = None,
@@ -220,7 +220,7 @@ class LazyAdam(Adam):
 class LAMB(Adam):
     """Adam with a rate for each variable, by the norms of it and its step."""
 
-    update = updates.LambUpdate
+    update = optimizer_updates.LambUpdate
 
     def __init__(
         self, lr_scheduler: LrScheduler, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-6, loss_scale_factor: float | None = None,
@@ -241,8 +241,8 @@ class RMSProp(Optimizer):
         super().__init__(lr_scheduler, loss_scale_factor, grad_clipping, train_step_lbn, loss_scale_policy, variables)
         self.decay_rate, self.epsilon, self.centered = decay_rate, epsilon, centered
 
-    def rule(self) -> tuple[type[updates.Update], dict[str, Any]]:
-        return updates.RMSPropUpdate, {"decay_rate": self.decay_rate, "epsilon": self.epsilon, "centered": self.centered}
+    def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
+        return optimizer_updates.RMSPropUpdate, {"decay_rate": self.decay_rate, "epsilon": self.epsilon, "centered": self.centered}
 
 
 class LARS(Optimizer):
@@ -258,5 +258,5 @@ class LARS(Optimizer):
         self.momentum_beta, self.epsilon, self.lars_coefficient = momentum_beta, epsilon, lars_coefficient
         self._decays(weight_decay, weight_decay_includes, weight_decay_excludes)
 
-    def rule(self) -> tuple[type[updates.Update], dict[str, Any]]:
-        return updates.LarsUpdate, {"beta": self.momentum_beta, "epsilon": self.epsilon, "coefficient": self.lars_coefficient}
+    def rule(self) -> tuple[type[optimizer_updates.Update], dict[str, Any]]:
+        return optimizer_updates.LarsUpdate, {"beta": self.momentum_beta, "epsilon": self.epsilon, "coefficient": self.lars_coefficient}

@@ -8,7 +8,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .devices import Devices
+from .session.device_layout import Devices
 from .errors import JobError
 
 __all__ = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import checkpoint
 from .errors import SessionError
-from .session import session
+from .session.session import session
 
 __all__ = ["CheckPoint", "SimpleCheckPointManager"]
 

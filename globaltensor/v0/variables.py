@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..wrapper import GlobalTensor
+from .._tensor.global_tensor import GlobalTensor
 from .blob import Blob, own_step, recording
-from .devices import Layout
+from .session.device_layout import Layout
 from .distribute import Distribute, assert_is_valid_distribute, broadcast
 from .errors import JobError
 from .initializers import Constant, Initializer
-from .record import Declared
+from .recording.program import Declared
 from .regularizers import Regularizer
 from .scope import current_scope
 

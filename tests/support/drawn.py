@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from globaltensor.auto.calls import Calls
-from globaltensor.auto.formulate import Formulation
+from globaltensor.auto.ir.op_graph import Calls
+from globaltensor.auto.intra_op.formulate import Formulation
 from globaltensor.auto.solver import Problem
-from globaltensor.auto.trace import calls_of_model
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
-from globaltensor.placement import Placement
+from globaltensor.sharding.placement import Placement
 
 __all__ = ["Case", "TooLarge", "cheaper", "drawn", "everything_tried", "tiny"]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from globaltensor.distributed.launcher import tether
+from globaltensor.distributed.launcher import parent_death
 
 SERVER = Path(__file__).with_name("forked_server.py")
 SECONDS = 60.0
@@ -29,7 +29,7 @@ class _Server:
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="globaltensor_test_", ignore_cleanup_errors=True)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), sys.executable, str(SERVER)]
+        command = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), sys.executable, str(SERVER)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=variables)
 
     def run(self, task: dict[str, Any]) -> list[int | None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from globaltensor.distributed.launcher import tether
+from globaltensor.distributed.launcher import parent_death
 
 NAMESPACES, LOOPBACK = "namespaces", "loopback addresses"
 _SECONDS = 20.0  # for what takes milliseconds
@@ -45,7 +45,7 @@ class Host:
         environment = {**os.environ, **ours, **(variables or {})}
         with open(output, "wb") as file:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
-            tied = [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), *command]  # it ends with us
+            tied = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command]  # it ends with us
             place = ["env", "-C", str(output.parent)] if self.enter else []  # entering a namespace of mounts leads to its root
             process = subprocess.Popen([*self.enter, *place, *tied], env=environment, cwd=output.parent, **options)
         self._processes.append(process)

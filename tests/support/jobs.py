@@ -10,9 +10,9 @@ import numpy as np
 import globaltensor.v0 as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.v0.annotations import array_of
-from globaltensor.v0.devices import Layout
-from globaltensor.v0.engine import Engine
+from globaltensor.v0.recording.signature import array_of
+from globaltensor.v0.session.session.device_layout import Layout
+from globaltensor.v0.session.session.engine import Engine
 
 
 class Played:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from globaltensor.auto.planned import Alternative, Change, Given, Other, Plan, PlannedCall
+from globaltensor.auto.plan.plan import Alternative, Change, Given, Other, Plan, PlannedCall
 
 __all__ = ["layered", "pipelined"]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from globaltensor.distributed.launch import reserved_port
-from globaltensor.distributed.launcher import tether
+from globaltensor.distributed.launcher import parent_death
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy
@@ -61,7 +61,7 @@ class Pool:
         with theirs:
             world = {"RANK": rank, "WORLD_SIZE": self.n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **{k: str(v) for k, v in world.items()}}
-            command = [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), sys.executable, "-u", str(WORKER), str(theirs.fileno())]
+            command = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), sys.executable, "-u", str(WORKER), str(theirs.fileno())]
             said = self._said[rank]
             process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=[theirs.fileno()], process_group=0)
         self._processes.append(process)

@@ -1,7 +1,7 @@
 """The solver: one strategy for each node of a graph, at the least cost of nodes and edges, within a memory limit that holds at all times."""
 
-from .files import from_iopddl, load, save
-from .larger import Larger
+from .problem_io import from_iopddl, load, save
+from .minimax import Larger
 from .problem import Problem, ProblemError, Usage
 from .solution import EXACT, STOP, Solution, proven
 from .solve import solve

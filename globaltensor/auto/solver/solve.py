@@ -9,19 +9,19 @@ from functools import partial
 
 import numpy as np
 
-from .ascent import Ascent
-from .blocks import Blocks
-from .branch import halves
-from .eliminate import Elimination
-from .fixing import Known, Shifted
-from .flat import Flat
-from .least import least_usage
-from .marginals import marginals
-from .memory import tighten
+from .dual_ascent import Ascent
+from .neighborhood_search import Blocks
+from .branching import halves
+from .variable_elimination import Elimination
+from .reduced_cost_fixing import Known, Shifted
+from .flat_arrays import Flat
+from .min_memory import least_usage
+from .min_marginals import marginals
+from .memory_presolve import tighten
 from .problem import Array, Problem
-from .program import close, highspy
-from .reduce import Core, core_of, drop, reduce
-from .search import Search
+from .mip import close, highspy
+from .presolve import Core, core_of, drop, reduce
+from .incumbent import Search
 from .solution import Solution
 
 #: The time limit where none is given, in seconds.

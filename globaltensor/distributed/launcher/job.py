@@ -13,10 +13,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ...errors import WorldError
-from ...outputs import check_writable
-from ..interface import is_here, own_address
-from .agent import Signals
-from .nodes import CONNECT_SECONDS, FixedNodes, Interruptible
+from ..._base.writable_path import check_writable
+from ..network import is_here, own_address
+from .elastic_agent import Signals
+from .node_rendezvous import CONNECT_SECONDS, FixedNodes, Interruptible
 
 __all__ = ["ROLE", "Job", "Output", "in_one_line"]
 

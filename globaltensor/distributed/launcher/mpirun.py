@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import WorldError
-from .streams import Pump, Stream
-from .supervise import Process, Rank, signal_name, stdin, tethered
+from .log_streams import Pump, Stream
+from .workers import Process, Rank, signal_name, stdin, tethered
 
 __all__ = ["Mpirun", "find_mpirun", "room"]
 
 _START_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.02
-_SHIM: Final = Path(__file__).with_name("shim.py")
+_SHIM: Final = Path(__file__).with_name("distributed/launcher/mpirun_shim.py")
 
 
 def find_mpirun() -> str:

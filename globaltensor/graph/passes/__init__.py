@@ -1,4 +1,4 @@
 """Passes over a program: one file each, from graph to graph, verified after each."""
 
-from .budget import choose
-from .order import PASSES, PLAIN, agreed, meetings, run, same, verify
+from .memory_budget import choose
+from .pass_manager import PASSES, PLAIN, agreed, meetings, run, same, verify

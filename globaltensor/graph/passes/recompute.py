@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import GraphError
-from ..steps import Draw, backward
-from .parts import Part, cut_out, put_back, storages, written
+from ..program.nodes import Draw, backward
+from .subgraph import Part, cut_out, put_back, storages, written
 
 __all__ = ["Recomputed", "fold"]
 

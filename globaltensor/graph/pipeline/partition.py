@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from ...distributed.world import world
-from ...placement import Placement
-from ...sbp import broadcast
-from ...spec import Spec
-from ...wrapper import GlobalTensor
-from ..capture import Captured
+from ...sharding.placement import Placement
+from ...sharding.sbp import broadcast
+from ...sharding.spec import Spec
+from ..._tensor.global_tensor import GlobalTensor
+from ..capture.capture import Captured
 from ..errors import GraphError
-from ..passes.facts import Memory
-from ..steps import Boxing, autocast, backward, set_grad_enabled
-from .assign import stages_of_nodes
-from .transfer import Edge
+from ..passes.alias_analysis import Memory
+from ..program.nodes import Boxing, autocast, backward, set_grad_enabled
+from .stage_assignment import stages_of_nodes
+from .stage_transfer import Edge
 
 __all__ = ["Cut", "Part", "cut"]
 
@@ -421,7 +421,7 @@ def _whole(spec: Spec) -> Spec:
 
 
 def _specs(structure: Any) -> Iterator[Spec | None]:
-    from ..capture import Result
+    from ..capture.capture import Result
 
     if isinstance(structure, Result):
         yield structure.spec

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...boxing import box
 from ...distributed.world import world
 from ...errors import ScheduleError, WorldError
-from ...placement import Placement
-from ...reducer import no_sync
+from ...sharding.placement import Placement
+from ..._tensor.gradients.reducer import no_sync
 from .schedule import Action, Schedule, Span
 from .stage import Stage
-from .transfer import Edge, Route, Transfer, lane_of
+from .stage_transfer import Edge, Route, Transfer, lane_of
 
 __all__ = ["Pipeline"]
 

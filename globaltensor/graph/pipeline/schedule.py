@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import ScheduleError
-from ...outputs import write_text
+from ..._base.writable_path import write_text
 
 __all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "known", "schedule"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ScheduleError
-from .check import Flow, in_flight, running_order
+from .validate_schedule import Flow, in_flight, running_order
 from .schedule import Action, Schedule, Span
 from .timeline import Timeline
 

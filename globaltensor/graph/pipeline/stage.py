@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ... import sharded
-from ...gradients import in_this_thread, seed
-from ...reducer import reducer
-from ...spec import Spec
-from ...wrapper import GlobalTensor
-from ..recorder import casting
-from ..steps import autocast
-from .deferred import Later
+from ..._tensor.gradients import parameter_gather
+from ..._ops.backward import in_this_thread, seed
+from ..._tensor.gradients.reducer import reducer
+from ...sharding.spec import Spec
+from ..._tensor.global_tensor import GlobalTensor
+from ..capture.recorder_base import casting
+from ..program.nodes import autocast
+from .split_backward import Later
 
 __all__ = ["Stage"]
 
@@ -117,7 +117,7 @@ class Stage:
                     torch.autograd.backward([root for root, _ in start], [grad for _, grad in start])
             except BaseException:
                 reducer().abort()
-                sharded.abort()
+                parameter_gather.abort()
                 raise
         # An input that reached no output: all ranks of the stage still have to say so.
         return {i: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for i, leaf in kept.leaves.items()}

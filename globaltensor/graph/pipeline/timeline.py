@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import ScheduleError
-from ...outputs import write_text
+from ..._base.writable_path import write_text
 from .schedule import KINDS, Action, Span
 
 __all__ = ["Timeline", "save_trace", "timeline", "trace"]

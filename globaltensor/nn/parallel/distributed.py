@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...distributed.groups import start
+from ...distributed.process_groups import start
 from ...errors import GlobalTensorError, WorldError
-from ...wrapper import GlobalTensor
+from ..._tensor.global_tensor import GlobalTensor
 from .replicas import GlobalReplicas
 from .transparent import Transparent
 
@@ -36,7 +36,7 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
     """
 
     def __new__(cls, module: nn.Module | None = None, *args: Any, **options: Any) -> Any:
-        """A module whose parameters are global tensors is one of several replicas (replicas.py)."""
+        """A module whose parameters are global tensors is one of several replicas (parallel/check_replicas.py)."""
         if not isinstance(module, nn.Module) or not any(isinstance(p, GlobalTensor) for p in module.parameters()):
             return super().__new__(cls)
         known = {name: options.pop(name) for name in ("broadcast_buffers", "broadcast_parameters", "process_group") if name in options}

@@ -1,7 +1,7 @@
 """DDP over replicas of a model whose parameters are global tensors: each lies on its own ranks; gradients are averaged between those that correspond.
 
 The sum over the ranks of a replica that hold a parameter whole, and that over the replicas, are one sum: one all-reduce among all these ranks, in the
-buckets of reducer.py, while backward runs.
+buckets of _tensor/gradients/reducer.py, while backward runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import reducer
+from ..._tensor.gradients import reducer
 from ...distributed.world import world
 from ...errors import GlobalTensorError, PlacementError
-from ...placement import Placement
-from ...wrapper import GlobalTensor
+from ...sharding.placement import Placement
+from ..._tensor.global_tensor import GlobalTensor
 from .transparent import Transparent
 
 __all__ = ["GlobalReplicas"]

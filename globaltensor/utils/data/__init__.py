@@ -1,6 +1,6 @@
 """``flow.utils.data``: data for many ranks; everything else is torch.utils.data's."""
 
-from ...borrowed import names_of_torch as _names_of_torch
+from ..._base.torch_namespace import names_of_torch as _names_of_torch
 from .batches import GlobalBatches
 from .loader import GlobalDataLoader
 from .sampler import DistributedSampler

@@ -1,0 +1,224 @@
+"""Custom torch.autograd.Functions on global tensors.
+
+Autograd works on local parts, but a Function is written for whole tensors. So its forward and backward run on global tensors, as any other code does, and one
+node in the graph of the local parts stands for it: what comes back to it lies as the dual of the outputs says, what it hands on as the dual of the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._base.torch_private import function_mode_on
+from .._base.python_bodies import apply_plainly
+from ..boxing import box
+from .call_plan import replaced, tensors_in
+from .._tensor.promote import operand_spec, promote
+from .._tensor.gradients.reducer import reducer
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .._base.overridable import shown
+from .._tensor.gradients.watchers import Watcher
+from .._tensor.global_tensor import GlobalTensor, refuse_transforms
+
+__all__ = ["install"]
+
+
+class Context:
+    """What a Function's forward and backward are given as ``ctx``: torch's interface, over global tensors."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self._saved: tuple[Any, ...] = ()
+        self._dirty: tuple[Any, ...] = ()
+        self._without: tuple[Any, ...] = ()
+        self._materialize = True
+        self._node: Callable[[], Any] | None = None  # weakly: the node holds this
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For forward-mode differentiation, which global tensors have not."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._without = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialize = value
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """As they were saved, with the graph they belong to."""
+        if self._node is None:
+            return self._saved
+        node = self._node()
+        if node is None:
+            raise RuntimeError("the graph that a custom Function has saved these tensors for is gone")
+        kept = zip(self._saved, node.saved_tensors, strict=True)
+        return tuple(GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local for spec, local in kept)
+
+    def _hand_over(self, node: Any) -> None:
+        """The node of the local graph keeps the tensors from here on."""
+        node.save_for_backward(*[_local(t) for t in self._saved])
+        node.mark_dirty(*[_local(t) for t in self._dirty])
+        node.mark_non_differentiable(*[_local(t) for t in self._without])
+        node.set_materialize_grads(self._materialize)
+        self._saved = tuple(t._spec if isinstance(t, GlobalTensor) else None for t in self._saved)
+        self._dirty = self._without = ()
+        self._node = weakref.ref(node)
+
+
+def _local(x: Any) -> Any:
+    return x._local if isinstance(x, GlobalTensor) else x
+
+
+class _Node(torch.autograd.Function):
+    """Stands for a Function in the graph of the local parts. Its forward is over already."""
+
+    @staticmethod
+    def forward(node: Any, function: Any, context: Context, given: list[Any], outs: list[Any], *locals_: torch.Tensor) -> Any:
+        node.function, node.context, node.watcher = function, context, Watcher(reducer().watchers)
+        node.given = [_home(x) for x in given]
+        context._hand_over(node)
+        node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
+        return tuple(_local(out) for out in outs)
+
+    @staticmethod
+    def backward(node: Any, *grads: Any) -> Any:
+        whole = [g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype)) for g, d in zip(grads, node.duals, strict=True)]
+        found = node.function.backward(node.context, *whole)
+        found = list(found) if isinstance(found, tuple) else [found]
+        n = len(node.given)
+        if len(found) < n or any(extra is not None for extra in found[n:]):
+            raise RuntimeError(f"function {node.function.__name__} returned an incorrect number of gradients (expected {n}, got {len(found)})")
+        parts = [_handed_on(grad, home) for grad, home in zip(found, node.given, strict=False)]
+        return (None, None, None, None, *[part for part, home in zip(parts, node.given, strict=True) if home is not None])
+
+
+def _home(x: Any) -> Spec | torch.Size | None:
+    """Where the gradient of an argument goes: a global one's dual, a plain one's shape, nowhere."""
+    return x._spec.dual() if isinstance(x, GlobalTensor) else x.shape if isinstance(x, torch.Tensor) else None
+
+
+def _handed_on(grad: Any, home: Spec | torch.Size | None) -> Any:
+    if grad is None or home is None:
+        return None
+    shape = home.shape if isinstance(home, Spec) else home
+    if grad.shape != shape:
+        grad = grad.sum_to_size(shape)
+    if not isinstance(home, Spec):
+        return grad.to_global(sbp=[broadcast] * grad._spec.placement.axes)._local if isinstance(grad, GlobalTensor) else grad
+    if isinstance(grad, GlobalTensor):
+        return box(grad._local, grad._spec, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+    whole = Spec.make(grad.shape, grad.dtype, home.placement, [broadcast] * home.placement.axes)
+    return box(grad, whole, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+
+
+def _applied(function: Any, args: Sequence[Any]) -> Any:
+    """``function.apply(*args)`` where some of ``args`` are global."""
+    refuse_transforms()
+    placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
+    grad = torch.is_grad_enabled()
+    needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)
+    args = [_entered(a, placement) if need and not isinstance(a, GlobalTensor) else a for a, need in zip(args, needs, strict=True)]
+    context = Context(needs)
+    with torch.no_grad():
+        if function.setup_context is torch.autograd.Function.setup_context:
+            result = function.forward(context, *args)
+        else:
+            result = function.forward(*args)
+            function.setup_context(context, tuple(args), result)
+    outs = list(result) if isinstance(result, tuple) else [result]
+    at = [i for i, out in enumerate(outs) if isinstance(out, torch.Tensor)]
+    if not any(needs) or not at:
+        return result
+    dirty = context._dirty
+    parts = _Node.apply(function, context, list(args), [outs[i] for i in at], *[_local(a) for a in args if isinstance(a, torch.Tensor)])
+    for i, part in zip(at, parts, strict=True):
+        out = outs[i]
+        if isinstance(out, GlobalTensor) and any(out is d for d in dirty):
+            out._local = part
+        else:
+            outs[i] = GlobalTensor.wrap(part, out._spec) if isinstance(out, GlobalTensor) else part
+    return tuple(outs) if isinstance(result, tuple) else outs[0]
+
+
+def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
+    """A plain tensor whose gradient is wanted is a broadcast one inside."""
+    spec = operand_spec(x, placement, "argument of a custom Function")
+    return GlobalTensor.wrap(promote(x, spec, "argument of a custom Function"), spec)
+
+
+def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function.apply``, as a recorder sees it."""
+    return function.apply(*args, **kwargs)
+
+
+def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function.apply``, whoever looks on."""
+    if any(isinstance(a, GlobalTensor) for a in (*args, *kwargs.values())):
+        return _applied(function, args) if not kwargs else _applied(function, _positions(function, args, kwargs))
+    return apply_plainly(_ORIGINAL, function, args, kwargs)
+
+
+class OnParts:
+    """``function.apply`` on arguments some of which are global, as a function of their local parts: what a program keeps. Forward, backward and what they save
+    between them are of each run."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = tensors_in(kwargs, tensors_in(args, []))
+        self.function, self.specs = function, [t._spec if isinstance(t, GlobalTensor) else None for t in given]
+        self.args, self.kwargs = replaced((args, kwargs), iter([_EMPTY] * len(given)))
+        self.result: Any = None  # what it comes to: a nest with a placeholder for each tensor, and of each the spec, or which argument it is
+        self.outs: list[Spec | int | None] = []
+        self.written: list[int] = []  # arguments that have other local parts afterwards
+
+    def __call__(self, *parts: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(the parts of the tensors in the result, those of the arguments written into)."""
+        given = [part if spec is None else GlobalTensor.wrap(part, spec) for part, spec in zip(parts, self.specs, strict=True)]
+        args, kwargs = replaced((self.args, self.kwargs), iter(given))
+        result = self.function.apply(*args, **kwargs)
+        found = tensors_in(result, [])
+        self.result = replaced(result, iter([_EMPTY] * len(found)))
+        self.outs = [next((i for i, g in enumerate(given) if g is t), t._spec if isinstance(t, GlobalTensor) else None) for t in found]
+        self.written = [i for i, (g, part) in enumerate(zip(given, parts, strict=True)) if _local(g) is not part]
+        return [_local(t) for t in found], [_local(given[i]) for i in self.written]
+
+
+_EMPTY = torch.empty(0)
+# Since torch 2.14 it is no method of Python, and the descriptor itself is called with the class.
+_ORIGINAL = getattr(torch.autograd.Function.apply, "__func__", vars(torch.autograd.Function)["apply"])
+
+
+def install() -> None:
+    """Let ``apply`` of every torch.autograd.Function take global tensors."""
+    original = _ORIGINAL
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if function_mode_on():
+            return shown(applied, cls, args, kwargs)
+        for a in args:
+            if isinstance(a, GlobalTensor):
+                return _applied(cls, args) if not kwargs else _applied(cls, _positions(cls, args, kwargs))
+        if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
+            return _applied(cls, _positions(cls, args, kwargs))
+        return apply_plainly(original, cls, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+
+
+def _positions(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    first = () if cls.setup_context is not torch.autograd.Function.setup_context else (None,)  # ctx
+    bound = inspect.signature(cls.forward).bind(*first, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args[len(first) :]

@@ -1,0 +1,250 @@
+"""Gradients of global tensors: how a backward pass starts, and how what it brings is read.
+
+Autograd itself runs on the local tensors. How the gradients of leaves are summed over the ranks stands in _tensor/gradients/reducer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from .._base import torch_private
+from .._tensor.gradients import reducer, parameter_gather
+from ..boxing import box
+from .dispatch import HANDLERS, record
+from ..distributed.world import world
+from ..errors import KernelError, SbpError
+from .._tensor.promote import operand_spec, promote
+from .rules.deferred_mean import Count, Quotient
+from ..sharding.spec import Spec
+from .._base.overridable import visible
+from .._tensor.global_tensor import GlobalTensor
+
+__all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"]
+
+# ---------------------------------------------------------------------------------------------------------------- .grad
+
+
+def _kept(x: GlobalTensor) -> Spec:
+    """How the gradient of a leaf lies: as the leaf does, or in shares (ZeRO)."""
+    return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
+
+
+@functools.partial(visible, name="grad")
+def get_grad(x: GlobalTensor) -> GlobalTensor | None:
+    """The gradient, in the tensor's own sbp; collective where contributions are pending."""
+    leaf, local = x._leaf, x._local.grad
+    if leaf is not None:
+        local = leaf.value if local is None else leaf.settle()
+    if local is None:
+        return None
+    kept = x.__dict__.get("_kept_grad")
+    if kept is not None and kept[0] is local:
+        return kept[1]  # type: ignore[no-any-return]
+    if leaf is None and not x._local.is_leaf:
+        dual = x._spec.dual()
+        wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
+    else:
+        spec = _kept(x)
+        wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
+    x.__dict__["_kept_grad"] = (local, wrapped)
+    return wrapped
+
+
+def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
+    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
+    if "_kept_grad" not in leaf.__dict__:
+        return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
+    grad, spec = get_grad(leaf), _kept(leaf)
+    if grad is None:
+        return True, None
+    alike = isinstance(grad, GlobalTensor) and grad._spec.layout == spec.layout and grad._spec.placement is spec.placement
+    return alike, grad._local if alike else None
+
+
+@functools.partial(visible, name="set_grad")
+def set_grad(x: GlobalTensor, value: Any) -> None:
+    x.__dict__.pop("_kept_grad", None)
+    if value is None:
+        x._local.grad = None
+        if x._leaf is not None:
+            x._leaf.value = None
+            x._leaf.release()
+        return
+    if not isinstance(value, GlobalTensor):
+        raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+    if value.shape != x.shape:
+        raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
+    record("set grad", x, value)
+    kept = _kept(x).replace(dtype=value.dtype)
+    local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
+    if x._leaf is not None:
+        x._local.grad, x._leaf.value = None, local
+        x._leaf.release()
+    else:
+        x._local.grad = local
+    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
+
+
+# ---------------------------------------------------------------------------------------------------------------- starting a backward pass
+
+
+def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
+    """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value on one rank, zero on the others."""
+    spec = output._spec
+    record("backward", output)
+    where = spec.placement.coordinate(world().rank)
+    if grad is None:
+        if spec.numel != 1:
+            raise RuntimeError(f"grad can be implicitly created only for scalar outputs; this one has shape {list(spec.shape)}: pass gradient=")
+        if where is None:
+            return torch.zeros_like(output._local)
+        counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
+        return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
+    if isinstance(grad, GlobalTensor):
+        return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
+    whole = operand_spec(grad, spec.placement, "gradient given to backward")
+    return box(promote(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
+
+
+def _settled(output: Any) -> Any:
+    """Partials other than sums have no cotangent of their own: reduce them first."""
+    if isinstance(output, GlobalTensor) and any(e.is_partial and e.reduce != "sum" for e in output._spec.layout):
+        return GlobalTensor.wrap(box(output._local, output._spec, output._spec.replicated(), why="backward"), output._spec.replicated())
+    return output
+
+
+def _sequence(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, (torch.Tensor, GradientEdge)) else list(value)
+
+
+def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
+    given = _sequence(grads) or [None] * len(outputs)
+    outputs = [_settled(o) for o in outputs]
+    seeds = [seed(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
+    # A rank outside an output's placement may hold a placeholder without a graph (a second derivative): it has nothing to do for it.
+    reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
+    return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
+
+
+def _outside(x: Any) -> bool:
+    return isinstance(x, GlobalTensor) and x._spec.placement.coordinate(world().rank) is None
+
+
+def local_of(x: Any) -> Any:
+    return x._local if isinstance(x, GlobalTensor) else x
+
+
+def backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None, inputs: Any = None
+) -> None:
+    """torch.autograd.backward where some outputs are global."""
+    locals_, seeds = _starts(_sequence(tensors), grad_tensors)
+    into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
+    if not locals_:
+        return
+    run(locals_, seeds, retain_graph, create_graph, into)
+
+
+def in_this_thread() -> Any:
+    """Inside, a backward pass runs in the thread that asks for it, on a GPU too: what holds here (`no_boxing`, a method of attention) holds there."""
+    return torch_private.uncompiled_backward() if torch_private.compiles_backward() else torch.autograd.set_multithreading_enabled(False)
+
+
+@visible
+def run(locals_: list[Any], seeds: list[Any], retain_graph: bool | None, create_graph: bool, into: list[Any] | None) -> None:
+    here = reducer.reducer()
+    within = here.queued  # another pass is under way: this one is part of it (a checkpoint that runs again), and its gradients are wanted now
+    with parameter_gather.immediate(into is not None), in_this_thread():
+        try:
+            torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=into)
+            if within:
+                here.finish()
+        except BaseException:
+            reducer.reducer().abort()
+            parameter_gather.abort()
+            raise
+
+
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any) -> tuple[Any, ...]:
+    """torch.autograd.grad where some tensors are global: each gradient comes back in its input's own sbp."""
+    options.pop("only_inputs", None)
+    if options.pop("is_grads_batched", False):
+        return _batched(outputs, inputs, _sequence(grad_outputs), create_graph if retain_graph is None else retain_graph, create_graph, options)
+    locals_, seeds = _starts(_sequence(outputs), grad_outputs)
+    wanted = _sequence(inputs)
+    if not locals_:
+        return tuple(GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None for x in wanted)
+    with parameter_gather.immediate(True), in_this_thread():
+        found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
+    with torch.set_grad_enabled(create_graph):
+        return tuple(_presented(x, g) for x, g in zip(wanted, found, strict=True))
+
+
+def _batched(outputs: Any, inputs: Any, grads: list[Any], retain_graph: bool, create_graph: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+    """One pass for each entry of the first dim of ``grads``: vmap, which torch would use, does not see how the parts of a global tensor belong together."""
+    sizes = {g.shape[0] for g in grads if g is not None}
+    if len(sizes) != 1 or 0 in sizes:
+        raise RuntimeError(f"is_grads_batched: the first dim of every grad_outputs is the batch, of one size, not 0; got {sorted(sizes)}")
+    n = sizes.pop()
+    rows = [grad(outputs, inputs, [None if g is None else g[i] for g in grads], retain_graph or i < n - 1, create_graph, **options) for i in range(n)]
+    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _presented(x: Any, g: torch.Tensor | None) -> Any:
+    if g is None or not isinstance(x, GlobalTensor):
+        return g
+    spec = x._spec.replace(dtype=g.dtype)
+    return GlobalTensor.wrap(reducer.summed(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec)
+
+
+def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
+    if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or torch_private.function_mode_on()):
+        total, count = self.owed()
+        # Elsewhere are leaves that a rank sums which does not know the count.
+        if reducer.reducer().may_owe(count.started) and len(total._spec.placement.flat) == world().size:
+            run_owing(total._local, seed(total, None), count, retain_graph)
+            return
+    backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_graph: bool | None) -> None:
+    """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
+    here = reducer.reducer()
+    if not here.may_owe(count.started):
+        found = count()
+        run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
+        return
+    here.owed, here.asked = count, False
+    try:
+        run([total], [start / count.bound], retain_graph, False, None)
+    finally:
+        here.owed = None
+        count.drop()
+
+
+def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(
+        "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a dual tensor: torch.autograd.functional.jvp gets the same from "
+        "two backward passes; globaltensor._ops.local_map(function, out_sbp=..., in_sbp=...) runs forward mode on the local parts of a function that moves no data"
+    )
+
+
+def _no_vmap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise KernelError(
+        "vmap does not see how the parts of a global tensor belong together: write the batch as a dim (torch's functions take leading dims), loop over it, or "
+        "run vmap on the local parts: globaltensor._ops.local_map(torch.vmap(function), out_sbp=..., in_sbp=...)"
+    )
+
+
+for _function in torch_private.dual_functions():
+    HANDLERS[_function] = _no_forward_mode
+for _function in torch_private.vmap_functions():
+    HANDLERS[_function] = _no_vmap
+HANDLERS[torch.autograd.backward] = lambda func, args, kwargs: backward(*args, **kwargs)
+HANDLERS[torch.autograd.grad] = lambda func, args, kwargs: grad(*args, **kwargs)
+HANDLERS[torch.Tensor.backward] = lambda func, args, kwargs: tensor_backward(*args, **kwargs)

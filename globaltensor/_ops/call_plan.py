@@ -1,0 +1,637 @@
+"""What a planned call does: box the operands, run on the local tensors, wrap the results. Plans are frozen by _ops/dispatch.py and kept there."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from .._base import torch_private
+from .._tensor.gradients import parameter_gather
+from .._base.python_bodies import recalled
+from ..boxing import box, log, plan
+from ..boxing.autograd import NOTHING
+from ..distributed.world import world
+from ..errors import GlobalTensorError, InplaceError
+from .._tensor.view_tracking import MovedView, aliased, share, shown_elsewhere, touched, written
+from ..sharding.placement import Placement
+from .._tensor.promote import promote
+from .rules import RULES, Range
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .._tensor.strides import Note, base_note, by_rows, differ, note, results
+from .._base.overridable import apply
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
+
+__all__ = [
+    "Answer", "Boxed", "Guarded", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
+    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "replaced", "shared", "tensors_in", "wrapped_whole",
+]  # fmt: skip
+
+_GETITEM = torch.Tensor.__getitem__
+#: Functions that torch refuses by the strides of what they view, and those that copy it then.
+_REFUSED, _COPIED = frozenset(("view", "unflatten", "view_as_complex")), frozenset(("reshape", "flatten", "ravel"))
+_PLACE = torch.empty(0)  # stands where a tensor stood
+_MOST_AGAIN = 1 << 24  # elements of operands that a call which has failed is repeated with
+
+#: In-training random functions run through this: (function, args, kwargs, coordinates along split axes, placement). Set by globaltensor._ops.random.
+RANDOM: list[Callable[..., Any]] = []
+
+
+def describe_call(func: Any, tensors: Sequence[torch.Tensor]) -> str:
+    """``add(f32[4, 4] S(0), f32[4, 4] B)``: a call as error messages show it."""
+    shown = [repr(t._spec) if isinstance(t, GlobalTensor) else f"plain {list(t.shape)}" for t in tensors]
+    return f"{name_of(func)}({', '.join(shown)})"
+
+
+def name_of(func: Any) -> str:
+    if func in RULES:
+        return RULES[func].name + ("_" if RULES[func].inplace else "")
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "attribute") if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", str(func))
+
+
+def inplace_error(name: str, spec: Spec) -> InplaceError:
+    return InplaceError(
+        f"in-place {name} would need the sbp of its target changed, which an in-place op must not do\n"
+        f"  target {spec!r}\n"
+        f"use the out-of-place form, or bring the target there first: x = x.to_global(sbp=...)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- trees of arguments
+
+
+def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, slices and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            tensors_in(v, found)
+    elif isinstance(value, dict):
+        for v in value.values():
+            tensors_in(v, found)
+    return found
+
+
+def replaced(value: Any, these: Iterator[Any]) -> Any:
+    """The same nest with its tensors replaced by ``these``, in order."""
+    if isinstance(value, torch.Tensor):
+        return next(these)
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(v, these) for v in value]
+        if isinstance(value, torch.Size):
+            return value
+        return type(value)(parts) if not isinstance(value, tuple) or type(value) is tuple else _named(value, parts)
+    if isinstance(value, dict):
+        return {k: replaced(v, these) for k, v in value.items()}
+    return value
+
+
+def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
+    return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
+
+
+def is_count(t: torch.Tensor) -> bool:
+    """Whether a tensor may stand for a whole number: a size, an index, a dim."""
+    return not t.dim() and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+
+
+def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` with whole numbers in place of the tensors that stand for them, the first operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
+    found = tensors_in(kwargs, tensors_in(args, []))
+    these = iter([t.item() if i and is_count(t) else t for i, t in enumerate(found)])
+    return func(*replaced(args, these), **replaced(kwargs, these))
+
+
+# ---------------------------------------------------------------------------------------------------------------- indices out of range
+
+
+def as_on_one_device(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], locals_: Sequence[torch.Tensor] = ()) -> Exception | None:
+    """Return what PyTorch raises of a call on one device, where indices are out of range: a part has told it in the numbers of the part.
+
+    ``locals_``: operands as they were boxed for the call. None: the call has no indices, or what is wrong can't be told here.
+    """
+    tensors = tensors_in(kwargs, tensors_in(args, []))
+    if isinstance(error, GlobalTensorError) or torch_private.recording.on or not any(map(_may_be_index, tensors)):
+        return None
+    if sum(t.numel() for t in tensors) > _MOST_AGAIN or any(map(callable, (*args, *kwargs.values()))) or any(torch_private.is_fake(t) for t in tensors):
+        return None
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            for one in (torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors()):
+                stack.enter_context(one)
+            these = iter([_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)])
+            warnings.simplefilter("ignore")
+            func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception as alone:
+        return alone
+    return None
+
+
+def _may_be_index(t: torch.Tensor) -> bool:
+    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
+
+
+def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an operand if this rank has the whole of it, else zeros of its shape."""
+    here = part._local if isinstance(part, GlobalTensor) else part
+    partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
+    return here.detach().cpu().clone() if here.shape == t.shape and not partial else torch.zeros(t.shape, dtype=t.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def _not_recorded(digest: bytes) -> None:
+    """Of a plan that is part of another one, which is recorded."""
+
+
+class Plan:
+    """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
+
+    __slots__ = ("device", "digest", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
+
+    def __init__(self) -> None:
+        self.digest = b""  # of the call, as `record`, which adds it to what this rank has run, takes it
+        self.record: Callable[[bytes], None] = _not_recorded
+        self.direct = self.view = False
+        self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
+        self.picks = False  # a view function that picks from a split dim: the owner contributes it, so the result is a copy
+        self.function: Callable[..., Any] | None = None
+        self.out: Spec | None = None
+        self.shape: torch.Size | None = None
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError("a plan that is not direct has its own run")
+
+
+class Recalling(Plan):
+    """For functions of torch that forget an argument on the way here: ``again`` with it, where it was given, else the plan for the call without."""
+
+    __slots__ = ("again", "usual")
+
+    def __init__(self, usual: Plan, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.usual, self.again = usual, again
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = recalled(func, kwargs)
+        return self.usual.run(func, args, kwargs) if given is kwargs else self.again(*args, **given)
+
+
+class Defaulted(Plan):
+    """For results of the default dtype, from operands that have none such (whole numbers by whole numbers): planned ``anew`` where another dtype has become the
+    default. The key does not know of it: every other call would pay for that."""
+
+    __slots__ = ("anew", "default", "planned")
+
+    def __init__(self, planned: Plan, anew: Callable[..., Plan]) -> None:
+        super().__init__()
+        self.planned, self.anew, self.default = planned, anew, torch.get_default_dtype()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() is not self.default:
+            self.planned, self.default = self.anew(func, args, kwargs), torch.get_default_dtype()
+        return self.planned.run(func, args, kwargs)
+
+
+def by_default(found: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a plan's result may have the default dtype: it has one for broken numbers, and no operand does."""
+    outs = getattr(found, "outs", None) or [found.out]
+    return any(o is not None and _broken(o.dtype) for o in outs) and not any(_broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, [])))
+
+
+def _broken(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class Answer(Plan):
+    """The result is no tensor and follows from the specs alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.value
+
+
+class Through(Plan):
+    """Call another function with the same arguments: a composite of global ops, or a handler."""
+
+    __slots__ = ("other",)
+
+    def __init__(self, other: Callable[..., Any]) -> None:
+        super().__init__()
+        self.other = other
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.other(*args, **kwargs)
+
+
+class Same(Plan):
+    """Return operands themselves where the function does: results are numbered as `tensors_in` does. ``inner``: what gives the other results, if any."""
+
+    __slots__ = ("inner", "operands", "structure")
+
+    def __init__(self, operands: Sequence[int | None], structure: Any, inner: Plan | None) -> None:
+        super().__init__()
+        self.operands, self.structure, self.inner = operands, structure, inner
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        results = [None] * len(self.operands) if self.inner is None else tensors_in(self.inner.run(func, args, kwargs), [])
+        return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
+
+
+class Guarded(Plan):
+    """Look at operands that are indices, and of which every rank has all, before each takes its part: so that all raise what is wrong, not its owner alone."""
+
+    __slots__ = ("inner", "ranges")
+
+    def __init__(self, inner: Plan, ranges: Sequence[tuple[int, Range]]) -> None:
+        super().__init__()
+        self.inner, self.ranges = inner, tuple(ranges)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        for i, allowed in self.ranges:
+            t = tensors[i]
+            check_range(t._local if isinstance(t, GlobalTensor) else t, allowed)
+        return self.inner.run(func, args, kwargs)
+
+
+def check_range(index: torch.Tensor, allowed: Range) -> None:
+    """Raise what PyTorch raises of an index that is out of range. On an accelerator do nothing: its kernels do not wait for the numbers either."""
+    if index.device.type != "cpu" or not index.numel() or torch_private.is_fake(index):
+        return
+    lowest, highest = torch.aminmax(index)
+    if lowest >= 0 and highest < allowed.n:
+        return
+    wrong = (index < 0) | (index >= allowed.n)
+    if allowed.besides is not None:
+        wrong = wrong & (index != allowed.besides)
+    if wrong.any():
+        raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))
+
+
+class Boxed(Plan):
+    """Box the operands that need it, run on the local tensors, wrap the results."""
+
+    __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
+
+    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+        super().__init__()
+        self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
+        routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        self.routes = [r if r is not None and r.moves else None for r in routes]
+        self.gathers = [r is not None and bool(parameter_gather.gather_axes(r.src, r.dst)) for r in self.routes]
+        self.traffic = any(r is not None and r.bytes for r in self.routes)
+        self.outside = src[0].placement.coordinate(world().rank) is None
+        self.inplace = False
+        self.random = False
+        self.single = False
+        self.coordinates: tuple[int, ...] | None = None
+        self.structure: Any = None  # the results' nest, with meta tensors
+
+    def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands' local tensors, boxed to where the op wants them."""
+        if self.traffic and log.forbidden():
+            for i, route in enumerate(self.routes):
+                if route is not None:
+                    log.check(route, f"{self.name}: operand {i}")
+        out = []
+        for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
+            if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
+                out.append(parameter_gather.gathered(t, src, dst, f"{self.name}: operand {i}"))
+                continue
+            local = t._local if isinstance(t, GlobalTensor) else promote(t, src, f"operand {i} of {self.name}")
+            # What a view is taken of may be written into.
+            out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0))
+        return out
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        locals_ = self.locals(tensors)
+        if self.outside:
+            if self.random:  # the stream of random keys moves on here too
+                RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, (), self.src[0].placement)
+            result = elsewhere(self.outs, locals_)
+            if self.inplace:
+                if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
+                    tensors[0]._local = result[0]
+                return written(tensors[0])
+        else:
+            these = iter(locals_)
+            function = self.function or func
+            new_args, new_kwargs = replaced(args, these), replaced(kwargs, these)
+            try:
+                if self.coordinates is not None:
+                    out = RANDOM[0](function, new_args, new_kwargs, self.coordinates, self.src[0].placement)
+                else:
+                    out = function(*new_args, **new_kwargs) if self.function is None else apply(function, new_args, new_kwargs)
+            except (IndexError, RuntimeError) as error:
+                if (alone := as_on_one_device(error, func, args, kwargs, locals_)) is not None:
+                    raise alone from None
+                raise
+            if self.inplace:
+                tensors[0]._spec = self.outs[0]
+                return written(tensors[0])
+            if self.single:
+                return GlobalTensor.wrap(out, self.outs[0]) if not self.view else self._view(out, self.outs[0], (func, args, kwargs, 0))  # type: ignore[arg-type]
+            result = tensors_in(out, [])
+        pairs = zip(result, self.outs, strict=True)
+        wrap = self._view if self.view else lambda local, spec, call: GlobalTensor.wrap(local, spec)
+        return replaced(self.structure, iter([wrap(local, spec, (func, args, kwargs, i)) for i, (local, spec) in enumerate(pairs)]))  # type: ignore[arg-type]
+
+    def _view(self, local: torch.Tensor, spec: Spec, call: tuple[Any, tuple[Any, ...], dict[str, Any], int]) -> GlobalTensor:
+        """The result of that number of a view function's call."""
+        func, args, kwargs, i = call
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor):
+            return GlobalTensor.wrap(local, spec)
+        if self.routes[0] is None and not self.picks and type(base) in ORDINARY:
+            out = GlobalTensor.wrap(local, spec)
+            share(base, out)
+            return out
+
+        index, places = args[1] if func is _GETITEM else None, repeat(_PLACE)
+        given, named = replaced(args, places), replaced(kwargs, places)  # the base is let go
+
+        def taken(source: Any) -> Any:
+            these = iter([source, *others])
+            return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
+
+        return MovedView.of(local, spec, base, taken, index)
+
+
+class LaidView(Boxed):
+    """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (_tensor/strides.py)."""
+
+    __slots__ = ("decides", "known", "quick", "refuses", "rows")
+
+    def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
+        super().__init__(name, src, dst, outs)
+        self.known: dict[Note, list[Note] | None] = {}  # by that of the base, those of the results; None: one device would copy
+        elsewhere = self.outside and not differ(src[0].plain)  # parts decide, on the ranks that have some
+        self.refuses = name in _REFUSED and not elsewhere
+        self.decides = self.refuses or (name in _COPIED and not elsewhere)
+        self.rows = Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None  # as `base_note` has it, mostly
+        self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base = args[0] if args and self.quick else None
+        if type(base) not in ORDINARY or not self.single or self.picks:
+            return self._planned(func, args, kwargs)
+        laid = base.__dict__.get("_strides")
+        if laid is None:
+            if self.rows is not None and base._memory is None and base._local.is_contiguous():
+                laid = base.__dict__["_strides"] = self.rows
+            else:
+                laid = base_note(base, self.decides)
+        found = self.known.get(laid)
+        if found is None or (self.decides and not laid.exact):
+            return self._planned(func, args, kwargs)
+        out = GlobalTensor.wrap((self.function or func)(base._local, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
+        share(base, out)
+        out.__dict__["_strides"] = found[0]
+        return out
+
+    def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same for the first base that is laid so, and wherever something else than a view of the part comes out."""
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor) or others:
+            return super().run(func, args, kwargs)
+        rest, named = replaced(args, repeat(_PLACE)), replaced(kwargs, repeat(_PLACE))  # the base is let go
+
+        def taken(x: Any) -> Any:
+            these = iter([x])
+            return func(*replaced(rest, these), **replaced(named, these))
+
+        laid = base_note(base, self.decides)
+        notes = self._notes(base, laid, taken) if laid.exact or not self.refuses else []
+        if notes is None:
+            return self._of_copy(func, args, kwargs, base)
+        if self.decides and not laid.exact:
+            out = self._of_copy(func, args, kwargs, base)
+            return MovedView.of(out._local, out._spec, base, taken)
+        out = super().run(func, args, kwargs)
+        for t, found in zip(tensors_in(out, []), notes, strict=True):
+            note(t, found)  # type: ignore[arg-type]
+        return out
+
+    def _notes(self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]) -> list[Note] | None:
+        """Return the notes of the results; None: one device would copy. Raises what torch raises of strides that it refuses."""
+        if laid not in self.known:
+            exact = laid.exact and self.routes[0] is None and not self.picks
+            strides = results(base, laid.strides, taken, copies=self.decides and not self.refuses)
+            self.known[laid] = None if strides is None else [Note(found, exact) for found in strides]
+        return self.known[laid]
+
+    def _of_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor) -> GlobalTensor:
+        """Run on a copy of the part that is laid row by row."""
+        these = iter([GlobalTensor.wrap(base._local.clone(memory_format=torch.contiguous_format), base._spec)])
+        out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
+        if isinstance(out, MovedView):
+            out.cut()
+        out._memory = None  # nobody else has the copy
+        return out
+
+
+class Listed(Plan):
+    """Operands fit and stand in a list, the first argument (cat, stack); one tensor comes out."""
+
+    __slots__ = ()
+
+    def __init__(self, planned: Boxed) -> None:
+        super().__init__()
+        self.function, self.out = planned.function, planned.outs[0]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands, *others = args
+        locals_ = type(operands)([t._local for t in operands])
+        if self.function is None:
+            return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
+        return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
+
+
+class Several(Plan):
+    """Operands fit and stand flat among the arguments; several tensors come out (split, chunk, topk)."""
+
+    __slots__ = ("kind", "outs")
+
+    def __init__(self, planned: Boxed) -> None:
+        super().__init__()
+        self.function, self.outs, self.view, self.kind = planned.function, planned.outs, planned.view, type(planned.structure)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_args = tuple([a._local if isinstance(a, GlobalTensor) else a for a in args])
+        local_kwargs = {k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()}
+        out = func(*local_args, **local_kwargs) if self.function is None else apply(self.function, local_args, local_kwargs)
+        wrapped = [GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)]  # type: ignore[arg-type]
+        if self.view:
+            for t in wrapped:
+                share(args[0], t)
+        return self.kind(wrapped)
+
+
+def bring_together(name: str, target: GlobalTensor) -> None:
+    """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
+    if target._pinned or aliased(target) or shown_elsewhere(target) or (target._local.is_leaf and target._local.requires_grad):
+        raise inplace_error(name, target._spec)
+    whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
+    with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+        target._local = box(target._local, target._spec, whole, why=name, alias=False)
+    target._spec = whole
+
+
+def admit_signs(name: str, target: GlobalTensor) -> None:
+    """Norms of parts are never less than zero: a target that ops have left so is brought together, as ``name`` is about to put any values into it."""
+    if any(e.reduce.startswith("norm") for e in target._spec.layout):
+        bring_together(name, target)
+
+
+class Moved(Boxed):
+    """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
+
+    __slots__ = ()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        target = tensors[0]
+        if target._pinned or (target._local.is_leaf and target._local.requires_grad):
+            raise inplace_error(self.name, target._spec)
+        if aliased(target) or shown_elsewhere(target):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
+            return Whole(self.name, self.src, True).run(func, args, kwargs)
+        # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
+            locals_ = self.locals(tensors)
+            if not self.outside:
+                locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+        if self.outside:
+            target._local = elsewhere(self.outs, locals_)[0]
+        else:
+            these = iter(locals_)
+            (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
+            target._local = locals_[0]
+        target._spec = self.dst[0]
+        return written(target)
+
+
+class Whole(Plan):
+    """The broadcast fallback: every operand whole on every rank. For functions without a rule, and for shapes that depend on data."""
+
+    __slots__ = ("inplace", "name", "placement", "src")
+
+    def __init__(self, name: str, src: Sequence[Spec], inplace: bool) -> None:
+        super().__init__()
+        self.name, self.src, self.placement, self.inplace = name, tuple(src), src[0].placement, inplace
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        if self.inplace and any(e.is_partial for e in self.src[0].layout):
+            if not shown_elsewhere(tensors[0]):  # type: ignore[arg-type]
+                bring_together(self.name, tensors[0])  # type: ignore[arg-type]
+                return func(*args, **kwargs)
+            if tensors[0]._pinned:  # type: ignore[attr-defined]
+                raise inplace_error(self.name, self.src[0])
+        inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
+        locals_ = inner.locals(tensors)
+        if self.inplace and not inner.outside:
+            locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
+        out: Any = None
+        if not inner.outside:
+            these = iter(locals_)
+            before = [-1 if t.is_inference() else t._version for t in locals_]
+            out = func(*replaced(args, these), **replaced(kwargs, these))
+            for i, version in enumerate(before):
+                if inner.routes[i] is not None and version >= 0 and locals_[i]._version != version and not (self.inplace and i == 0):
+                    with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
+                        tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
+                    touched(tensors[i])
+        out = shared(out, self.placement, inner.outside, locals_)
+        if self.inplace:
+            target = tensors[0]
+            value = out if isinstance(out, torch.Tensor) else locals_[0]
+            if not inner.outside and value.shape != target.shape:
+                raise InplaceError(
+                    f"in-place {self.name} makes {list(value.shape)} of {list(target.shape)}, but a global tensor has a part of its own shape on each rank: "
+                    "use the out-of-place form"
+                )
+            back = box(value, inner.dst[0], self.src[0], why=self.name)
+            if not inner.outside:
+                target._local.copy_(back)  # type: ignore[attr-defined]
+            return written(target)
+        return wrapped_whole(out, self.placement, inner.outside)
+
+
+def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:
+    """Tell the ranks outside the placement what came out: its structure, shapes and dtypes, or its value where it is no tensor."""
+    if len(placement.flat) == world().size:
+        return out
+    everyone = world().comm(tuple(range(world().size)))
+    mine = None if outside else replaced(out, iter([_Shape(t.shape, t.dtype) for t in tensors_in(out, [])]))
+    told = everyone.all_gather_object(mine)[placement.flat[0]]
+    return _materialise(told, locals_) if outside else out
+
+
+def wrapped_whole(out: Any, placement: Placement, outside: bool) -> Any:
+    """Wrap what came out of whole operands, as `shared` gives it."""
+    whole = [broadcast] * placement.axes
+    results = [(t, t._shape if outside else t.shape) for t in tensors_in(out, [])]  # type: ignore[attr-defined]
+    return replaced(out, iter([GlobalTensor.wrap(t, Spec.make(shape, t.dtype, placement, whole)) for t, shape in results]))
+
+
+class _Shape:
+    """A tensor's shape and dtype, as sent to ranks outside a placement."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+
+
+def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
+    if isinstance(told, _Shape):
+        out = elsewhere([None], locals_, told.dtype)[0]
+        out._shape = told.shape  # type: ignore[attr-defined]
+        return out
+    if isinstance(told, (tuple, list)):
+        parts = [_materialise(v, locals_) for v in told]
+        return type(told)(parts) if type(told) in (tuple, list) else _named(told, parts)  # type: ignore[arg-type]
+    return told
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A rank outside the placement computes nothing, but its backward must pass the same boxings in the same order as the others'."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, device: torch.device, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.save_for_backward(NOTHING)  # a checkpoint computes its region again where ranks that compute do
+        return torch.empty(0, dtype=dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
+
+
+def elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return what a rank outside the placement holds of a call's results: nothing, tied to the operands where they have gradients."""
+    out = []
+    for spec in outs:
+        kind = spec.dtype if spec is not None else dtype
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in locals_) and (kind.is_floating_point or kind.is_complex)  # type: ignore[union-attr]
+        device = world().outside(spec.placement.type) if spec is not None else next((t.device for t in locals_), torch.device("cpu"))
+        out.append(_Elsewhere.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
+    return out

@@ -1,0 +1,111 @@
+"""Tensors by the old constructor, ``flow.Tensor(...)``, and what NumPy makes of global tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._tensor.convert import to_global
+from .creation import as_tensor, check_whole, empty, tensor
+from .dispatch import HANDLERS
+from ..errors import LocalTensorError
+from .._tensor.promote import promote
+from .rules.notation import Op
+from .rules.registry import RULES
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .._tensor.global_tensor import GlobalTensor
+
+__all__ = [
+    "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "Tensor",
+]  # fmt: skip
+
+
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+    """Of `Tensor` and the typed constructors: what they make may be global; what they are, is torch's class (``_of``)."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _made(cls, *args, **kwargs) if "_of" in vars(cls) else super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._of) if "_of" in vars(cls) else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, torch.Tensor) if cls is Tensor else super().__subclasscheck__(subclass)
+
+    def __eq__(cls, other: Any) -> Any:
+        return other is cls or ("_of" in vars(cls) and other is cls._of)
+
+    def __hash__(cls) -> int:
+        return hash(cls._of) if "_of" in vars(cls) else super().__hash__()
+
+
+class Tensor(torch.Tensor, metaclass=_Kind):
+    """``torch.Tensor``, whose call takes ``placement`` and ``sbp`` too: ``flow.Tensor(2, 3, placement=p, sbp=s)``. Sizes, or data every rank has."""
+
+    _of = torch.Tensor
+
+
+def _typed(dtype: torch.dtype, name: str) -> Any:
+    """``flow.FloatTensor`` and its kin: torch's own, which take ``placement`` and ``sbp`` too."""
+    # By this name x.type(flow.FloatTensor) knows it.
+    return _Kind(f"torch.{name}", (torch.Tensor,), {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed.__doc__})
+
+
+FloatTensor, DoubleTensor, HalfTensor = _typed(torch.float32, "FloatTensor"), _typed(torch.float64, "DoubleTensor"), _typed(torch.float16, "HalfTensor")
+BFloat16Tensor, BoolTensor, ByteTensor = _typed(torch.bfloat16, "BFloat16Tensor"), _typed(torch.bool, "BoolTensor"), _typed(torch.uint8, "ByteTensor")
+CharTensor, ShortTensor = _typed(torch.int8, "CharTensor"), _typed(torch.int16, "ShortTensor")
+IntTensor, LongTensor = _typed(torch.int32, "IntTensor"), _typed(torch.int64, "LongTensor")
+
+
+def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
+    name = cls.__name__.removeprefix("torch.")
+    if placement is None and sbp is None:
+        if args and isinstance(args[0], GlobalTensor):
+            raise LocalTensorError(f"{name} of a global tensor: x.to_local() is this rank's part, x.detach() all of it; or give placement= and sbp= as well")
+        return cls._of(*args, **kwargs)
+    check_whole(name, placement, sbp, kwargs)
+    dtype = torch.get_default_dtype() if cls is Tensor else cls.dtype
+    if args and not isinstance(args[0], (int, torch.Size)):
+        if len(args) > 1:
+            raise TypeError(f"{name} takes sizes, or data in one argument; got {len(args)} arguments, the first a {type(args[0]).__name__}")
+        (data,) = args
+        if isinstance(data, GlobalTensor):
+            return to_global(data.detach().to(dtype), placement, sbp, **kwargs)
+        if isinstance(data, torch.Tensor):
+            return as_tensor(data.detach().clone(), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+        return tensor(data, dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+    return empty(*(args or (0,)), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
+
+
+def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
+    """What NumPy computes from a global tensor, on every rank from the whole value, is broadcast on its placement."""
+    value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
+    placement = x._spec.placement
+    spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
+    return GlobalTensor.wrap(promote(value, spec, "NumPy"), spec)
+
+
+GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]  # NumPy passes more than torch's own takes
+HANDLERS[torch.Tensor.__array_wrap__] = lambda func, args, kwargs: _wrapped(*args, **kwargs)
+
+
+def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
+    """The operators for which torch itself takes an array: what it does on the meta device it does not do here."""
+    of_tensors = RULES[operator]
+
+    def describe(op: Op, input: Any, other: Any) -> None:
+        if isinstance(other, np.ndarray):
+            op.composite = compute
+        else:
+            of_tensors.describe(op, input, other)
+
+    RULES[operator] = dataclasses.replace(of_tensors, describe=describe)
+
+
+_with_arrays(torch.Tensor.__eq__, lambda x, array: x == torch.as_tensor(array))
+_with_arrays(torch.Tensor.__rtruediv__, lambda x, array: x.reciprocal() * array)

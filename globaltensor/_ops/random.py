@@ -1,0 +1,413 @@
+"""Randomness: the numbers a global tensor is filled with, and the streams that in-training randomness (dropout) draws from.
+
+Filling: every rank draws the *global* sequence, in bounded blocks, and keeps its own part. So a tensor holds the numbers that one device would
+draw, whatever its placement and sbp, and the generator ends where one device would leave it, on every rank.
+
+In training: an op draws from a stream of its own, seeded from the *key* and from where the rank stands along the axes that split the result. The
+key is the seed field of torch's CPU generator, advanced by each such op. So ``torch.manual_seed`` resets it, ``get_rng_state``, ``fork_rng`` and
+``torch.utils.checkpoint`` carry it, and plain draws leave it alone: ranks that drew different numbers of their own still agree on a mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from struct import Struct
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .._base import torch_private
+from . import dispatch, call_plan
+from ..boxing import box
+from ..distributed.simulate import SimulatedWorld
+from ..distributed.world import placeholder, world
+from ..errors import InplaceError, PlacementError, WorldError
+from .._tensor.view_tracking import written
+from ..sharding.placement import Placement
+from ..sharding.spec import Spec
+from .._tensor.strides import laid
+from .._base.overridable import shown, visible
+from .._tensor.global_tensor import GlobalTensor
+
+__all__ = ["FILLS", "HANDLERS", "Fill", "claim", "draw", "filled", "holds", "keyed", "masked", "part", "run", "skip"]
+
+#: Elements drawn at a time. A multiple of 16, because torch makes normal numbers in groups of 16.
+BLOCK: Final = 1 << 16
+_GROUP: Final = 16
+_MASK: Final = (1 << 64) - 1
+_STEP: Final = 0x9E3779B97F4A7C15  # splitmix64's increment: odd, so the key visits all 2^64 values
+_write_seed = Struct("=Q").pack_into  # the state of a generator begins with its seed, in the machine's byte order
+
+# ---------------------------------------------------------------------------------------------------------------- streams
+
+
+def mixed(z: int) -> int:
+    """splitmix64's finaliser: 64 bits that look unrelated for neighbouring ``z`` (Steele, Lea, Flood 2014)."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], placement: Placement | None = None
+) -> Any:
+    """Call ``function(*args, **kwargs)`` on local tensors, drawing from the op's own stream.
+
+    ``coordinate``: where this rank stands along the axes that split the result, 0 along the others: equal coordinates draw equal numbers.
+    A ``generator=`` among ``kwargs`` takes the place of the default one: its seed is the key. Its state is as before afterwards, with the key advanced.
+    The ranks of ``placement`` compare their keys: they must draw from one seed.
+    """
+    if torch_private.function_mode_on():
+        return shown(run, function, args, kwargs, coordinate)
+    generator = kwargs.get("generator")
+    if generator is None:
+        agree_on_seed()
+    if generator is None and isinstance(world(), SimulatedWorld):
+        with _in_turn(_device_of(args)):
+            return _run(function, args, kwargs, coordinate, torch.default_generator)
+    if placement is not None:
+        world().history((placement,)).record(b"key %d" % (generator or torch.default_generator).initial_seed())
+    return _run(function, args, kwargs, coordinate, generator or torch.default_generator)
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], generator: torch.Generator) -> Any:
+    key = generator.initial_seed()
+    seed = mixed(key)
+    for c in coordinate:
+        seed = mixed(seed + c + 1 & _MASK)
+    device = _device_of(args)
+    # The numbers on an accelerator come from its own generator, but the key is the CPU's: one key for every rank, whatever its device.
+    other = _accelerator(device) if generator is torch.default_generator and device.type != "cpu" else None
+    state = generator.get_state()
+    before = None if other is None else other.get_state()
+    try:
+        generator.manual_seed(seed)
+        if other is not None:
+            other.manual_seed(seed)
+        return function(*args, **kwargs)
+    finally:
+        _write_seed(state.numpy(), 0, key + _STEP & _MASK)  # type: ignore[arg-type]
+        generator.set_state(state)
+        if other is not None and before is not None:
+            other.set_state(before)
+
+
+_seed_at_import = torch.initial_seed()
+
+
+def agree_on_seed() -> None:
+    """Let all ranks draw the numbers of the first one where the program has not seeded: torch seeds every process otherwise. The first draw of a world for
+    global tensors does so. Collective, once; all ranks of the world draw, or skip, at the same points."""
+    here = world()
+    if here.seed_agreed or not here.compares or isinstance(here, SimulatedWorld):
+        return
+    here.seed_agreed = True
+    everyone = here.comm(tuple(range(here.size)))
+    told = everyone.all_gather_object((torch.initial_seed(), torch.initial_seed() == _seed_at_import))
+    if len({seed for seed, _ in told}) > 1 and all(fresh for _, fresh in told):
+        state = everyone.broadcast(torch.default_generator.get_state(), 0)
+        torch.manual_seed(told[0][0])  # of accelerators, too
+        torch.default_generator.set_state(state)
+
+
+def claim(count: int) -> int:
+    """Take the keys of the next ``count`` draws from torch's generator, for `keyed`: the first of them. Every rank takes them at the same point."""
+    agree_on_seed()
+    with _in_turn(torch.device("cpu")):
+        state = torch.default_generator.get_state()
+        key = torch.default_generator.initial_seed()
+        _write_seed(state.numpy(), 0, key + count * _STEP & _MASK)  # type: ignore[arg-type]
+        torch.default_generator.set_state(state)
+    return key
+
+
+def keyed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], first: int, number: int) -> Any:
+    """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and on whichever ranks: the generator stays as it is."""
+    with _one_at_a_time if isinstance(world(), SimulatedWorld) else nullcontext():
+        state = torch.default_generator.get_state()
+        was = state.clone()
+        _write_seed(state.numpy(), 0, first + number * _STEP & _MASK)  # type: ignore[arg-type]
+        torch.default_generator.set_state(state)
+        try:
+            return _run(function, args, kwargs, coordinate, torch.default_generator)
+        finally:
+            torch.default_generator.set_state(was)
+
+
+def skip(generator: torch.Generator | None = None) -> None:
+    """What a rank outside the placement does in place of ``run``: it draws nothing, but its key advances with the others'."""
+    run(_nothing, (), {"generator": generator}, ())
+
+
+def _nothing(generator: torch.Generator | None = None) -> None:
+    pass
+
+
+def _device_of(args: Sequence[Any]) -> torch.device:
+    for a in args:
+        if isinstance(a, Tensor):
+            return a.device
+    return torch.device("cpu")
+
+
+def _accelerator(device: torch.device) -> torch.Generator | None:
+    """The default generator of a cuda device; other accelerators have none that is public."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+# ---------------------------------------------------------------------------------------------------------------- simulated ranks
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def _in_turn(device: torch.device) -> Iterator[None]:
+    """Simulated ranks are threads and share torch's generators: let them draw one after another, each from the state that all came with."""
+    here = world()
+    if not isinstance(here, SimulatedWorld) or here.size == 1:
+        yield
+        return
+    accelerator = _accelerator(device)
+    generators = [torch.default_generator, *([] if accelerator is None else [accelerator])]
+    everyone = here.comm(tuple(range(here.size)))
+    everyone.all_gather_object(None)  # from here on nobody is still drawing or seeding for itself
+    states = everyone.all_gather_object([g.get_state() for g in generators] if here.rank == 0 else None)[0]
+    try:
+        with _one_at_a_time:
+            for g, state in zip(generators, states, strict=True):
+                g.set_state(state)
+            yield
+    finally:
+        everyone.all_gather_object(None)
+
+
+# ---------------------------------------------------------------------------------------------------------------- filling
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One of torch's in-place random methods and its arguments: ``Fill("normal_", (0.0, 1.0))``."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        out: Tensor = getattr(Tensor, self.name)(target, *self.args, **self.kwargs, generator=generator)
+        return out
+
+    def in_blocks(self, dtype: torch.dtype) -> bool:
+        """Whether block after block gives the numbers of one draw, on this machine's CPU."""
+        return not any(isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())) and _in_blocks(self.name, dtype)
+
+
+@lru_cache(maxsize=256)
+def _in_blocks(name: str, dtype: torch.dtype) -> bool:
+    # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and exponential_ seed a stream of their own once a call.
+    fill, n = Fill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
+    a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    with torch_private.real_tensors():
+        whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
+        for start, length in _blocks(n):
+            fill(pieces[start : start + length], b)
+        return torch.equal(whole, pieces) and torch.equal(a.get_state(), b.get_state())
+
+
+def _blocks(n: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of each block of n elements; the last takes the rest, for fewer than 16 elements are drawn in another way."""
+    start = 0
+    while n - start >= BLOCK + _GROUP:
+        yield start, BLOCK
+        start += BLOCK
+    yield start, n - start
+
+
+@visible
+def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> Tensor:
+    """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside the placement.
+
+    Every rank of the world calls it, so that all generators move alike. Memory: the part and one block; the whole where the kernel knows no blocks.
+    """
+    rank, device = world().rank, _device(spec)
+    inside = spec.placement.coordinate(rank) is not None
+    if device is None:
+        return placeholder(spec)
+    everything = inside and spec.local_shape(rank) == tuple(spec.shape)
+    if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
+        return draw(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
+    with _turn(device, generator, spec):
+        out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
+        buffer = torch.empty(BLOCK + _GROUP, dtype=spec.dtype)
+        offsets = spec.box(rank)[0] if inside else ()
+        for start, length in _blocks(spec.numel):
+            block = fill(buffer[:length], generator)
+            if inside:
+                _place(block, start, tuple(spec.shape), offsets, out)
+    return masked(out, spec) if inside else out
+
+
+def draw(spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None) -> Tensor:
+    """This rank's part of what ``whole()`` draws at once -> a local tensor of its own."""
+    device = _device(spec)
+    if device is None:
+        return placeholder(spec)
+    with _turn(device, generator, spec):
+        return part(whole(), spec)
+
+
+def part(whole: Tensor, spec: Spec) -> Tensor:
+    """This rank's part of a whole tensor that every rank holds; on a partial axis the value lies at coordinate 0 and zeros elsewhere.
+
+    Shares no memory with ``whole`` unless it is all of it.
+    """
+    rank = world().rank
+    if spec.placement.coordinate(rank) is None:
+        return placeholder(spec)
+    offsets, lengths = spec.box(rank)
+    out = whole
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        out = out.narrow(dim, offset, length)
+    return masked(whole if lengths == tuple(whole.shape) else out.clone(memory_format=torch.contiguous_format), spec)
+
+
+def masked(local: Tensor, spec: Spec) -> Tensor:
+    """The part itself where this rank holds the value, zeros elsewhere."""
+    return local if holds(spec) else torch.zeros_like(local)
+
+
+def holds(spec: Spec) -> bool:
+    """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds up: coordinate 0 does, for the sum to be the value."""
+    where = spec.placement.coordinate(world().rank) or ()
+    return not any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=bool(where)))
+
+
+def _place(block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
+    """Copy what of ``block`` (the elements from ``start`` on of a row-major tensor of ``shape``) falls into the box at ``offsets`` into ``out``."""
+    if not out.numel():
+        return
+    row, first, n = math.prod(shape[1:]), offsets[0], len(block)
+    if len(shape) > 1 and start % row:  # the rest of a row that an earlier block began
+        i, length = start // row, min(n, row - start % row)
+        if first <= i < first + len(out):
+            _place(block[:length], start % row, shape[1:], offsets[1:], out[i - first])
+        block, start, n = block[length:], start + length, n - length
+    i, rows = start // row, n // row
+    a, b = max(i, first), min(i + rows, first + len(out))
+    if a < b:
+        value = block[(a - i) * row : (b - i) * row].view(b - a, *shape[1:])
+        for dim in range(1, len(shape)):
+            value = value.narrow(dim, offsets[dim], out.shape[dim])
+        out[a - first : b - first].copy_(value)
+    if n > rows * row and first <= i + rows < first + len(out):  # the beginning of a row that a later block ends
+        _place(block[rows * row :], 0, shape[1:], offsets[1:], out[i + rows - first])
+
+
+def _device(spec: Spec) -> torch.device | None:
+    """Where this rank draws for ``spec``; None on a rank outside the placement that has no such device, and so no generator to move."""
+    try:
+        return world().device(spec.placement.type)
+    except WorldError:
+        if spec.placement.coordinate(world().rank) is None:
+            return None
+        raise
+
+
+@contextmanager
+def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
+    """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they must draw one sequence."""
+    if generator is None:
+        agree_on_seed()
+    with nullcontext() if generator is not None else _in_turn(device):
+        here = world()
+        if here.compares and not torch_private.recording.on:
+            state = (generator or _accelerator(device) or torch.default_generator).get_state()
+            here.history((spec.placement,)).record(hashlib.blake2b(state.numpy(), digest_size=8).digest())
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------- handlers
+
+#: torch.Tensor's methods that fill a tensor with random numbers
+FILLS: Final = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+
+
+def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.normal_()`` and its kin on a global tensor: the numbers one device would draw."""
+    x, *rest = args
+    kwargs = dict(kwargs)
+    generator = kwargs.pop("generator", None)
+    name = func.__name__
+    if not isinstance(x, GlobalTensor):
+        raise InplaceError(
+            f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
+        )
+    call_plan.admit_signs(name, x)
+    spec, local = x._spec, x._local
+    rest = [_whole(name, a, spec) for a in rest]
+    fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
+    strides = laid(x)
+    whole = tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel
+    if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
+        with _turn(local.device, generator, spec):
+            fill(local, generator)
+    else:
+        with torch.no_grad():
+            # In another order than row by row it takes the kernel that torch has for that, which knows no blocks.
+            value = filled(spec, fill, generator) if strides is None else draw(spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator)
+        local.copy_(value)  # with gradients as they are: torch's own checks and its version counter apply
+    return written(x)
+
+
+def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tensor:
+    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+
+
+def _whole(name: str, value: Any, spec: Spec) -> Any:
+    """An argument as every rank needs it to draw the whole sequence: a global tensor of probabilities becomes its whole value."""
+    if not isinstance(value, GlobalTensor):
+        return value
+    if value._spec.placement is not spec.placement:
+        raise PlacementError(
+            f"{name}: the target lies on {spec.placement!r}, its argument on {value._spec.placement!r}; "
+            f"bring it there with to_global(placement={spec.placement!r})"
+        )
+    if spec.placement.coordinate(world().rank) is None:
+        # Any probability moves the generator alike.
+        return torch.full(value._spec.shape, 0.5, dtype=value._spec.dtype)
+    return box(value._local.detach(), value._spec, value._spec.replicated(), why=f"argument of {name}")
+
+
+def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.normal(mean, std)`` with a global mean or std: standard normal numbers, scaled and shifted, as torch does it."""
+    kwargs = dict(kwargs)
+    generator, out = kwargs.pop("generator", None), kwargs.pop("out", None)
+    mean, std = (*args, *(kwargs[k] for k in ("mean", "std") if k in kwargs), 1.0)[:2]
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):  # only out= is global
+        size = torch.Size(kwargs["size"] if "size" in kwargs else args[2])
+        if size != out.shape:
+            raise InplaceError(f"out= has shape {list(out.shape)}, but {list(size)} is asked for: give a global tensor of that shape")
+        return out.normal_(mean, std, generator=generator)
+    if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
+        ones = [torch.ones((), dtype=v.dtype) if isinstance(v, Tensor) else v for v in (mean, std)]
+        torch.normal(*ones, generator=torch.Generator())  # which torch's kernel refuses, in most dtypes
+    like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
+    spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
+    with torch.no_grad():
+        numbers = GlobalTensor.wrap(filled(spec, Fill("normal_", (0.0, 1.0)), generator), spec) * std + mean
+        return numbers if out is None else out.copy_(numbers)
+
+
+HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {getattr(Tensor, name): _fill_in_place for name in FILLS}
+HANDLERS[torch.normal] = _normal
+dispatch.HANDLERS.update(HANDLERS)
+call_plan.RANDOM[:] = [run]

@@ -1,0 +1,445 @@
+"""Picking and writing by index tensors along one dim, masks, and look-up tables (embedding).
+
+As in indexing: along a split dim the owner of an element contributes it and the others zeros; what is written elsewhere falls into a row that is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..._base.torch_private import take_along_wraps
+from ...errors import FormError
+from .notation import Arg, Op, Range, Split, align
+from .helpers import stand_in, unless_empty
+from .registry import RULES, Rule, rule
+from .view import each_spelling, identity
+
+__all__ = ["extended", "filled", "first_share", "only", "picked", "picks"]
+
+Local = Callable[..., Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------- looking up in a split dim
+
+
+def picks(x: Arg) -> str:
+    return "max" if x.dtype == torch.bool else "sum"
+
+
+def picked(index: torch.Tensor, n: int, offset: int, length: int, miss: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices into a dim of ``n`` elements -> (indices into the part at ``offset``, ``miss`` where it is not there; where it is there).
+
+    An index that is nowhere stays out of range, so that torch complains as it would.
+    """
+    here = index - offset
+    mine = (here >= 0) & (here < length)
+    return torch.where(mine, here, torch.where((index >= 0) & (index < n), miss, n + 1)), mine
+
+
+def indices_of(x: Arg, d: int) -> Range:
+    """Return what indices into dim ``d`` may be."""
+    return Range(x.shape[d] if x.ndim else 1, RuntimeError, f"index {{}} is out of bounds for dimension {d} with size {x.shape[d] if x.ndim else 1}")
+
+
+def extended(x: torch.Tensor, d: int) -> torch.Tensor:
+    """``x`` with one more row of zeros on dim ``d``."""
+    return F.pad(x, [0, 0] * (x.ndim - 1 - d) + [0, 1])
+
+
+def filled(x: torch.Tensor, d: int) -> torch.Tensor:
+    """``x`` with at least one row on dim ``d``, so that there is something to point at."""
+    return x if x.shape[d] else extended(x, d)
+
+
+def only(mine: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(mine, y, y.new_zeros(()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- gather and scatter
+
+
+@rule("gather")
+def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> None:
+    d = input.dim(dim)
+    same = [k != d and input.shape[k] == index.shape[k] for k in range(input.ndim)] if input.ndim == index.ndim else []
+    op.set(input, [("x", k) if k == d or s else None for k, s in enumerate(same)] or [None] * input.ndim)
+    op.set(index, ["k" if k == d else ("x", k) if s else None for k, s in enumerate(same)] or [None] * index.ndim)
+    op.out, op.reduce = [op.dims[index.index]], {("x", d): picks(input)}
+    op.linear, op.carries = [frozenset([input.index])], True
+    op.ranges[index.index] = indices_of(input, d)
+    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))  # gradients of global tensors are dense
+
+
+@rule("index_select")
+def _index_select(op: Op, input: Arg, dim: int, index: Arg) -> None:
+    d = input.dim(dim)
+    op.set(input, [("x", k) for k in range(input.ndim)])
+    op.set(index, ["k" if input.ndim else None] * index.ndim)
+    op.out = [tuple((("k" if index.ndim else None) if k == d else ("x", k)) for k in range(input.ndim))]
+    op.reduce = {("x", d): picks(input)} if input.ndim else {}
+    op.linear, op.carries = [frozenset([input.index])], True
+    after = input.ndim - d - 1
+
+    def select(x: torch.Tensor, i: torch.Tensor, mine: torch.Tensor | None = None) -> Any:
+        return x.index_select(d, i) if mine is None else (x.index_select(d, i), mine.reshape(-1, *[1] * after))
+
+    op.local = _looked_up(d, input.shape, select, aligned=True)
+
+
+def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False) -> Callable[[Split], Local]:
+    """Local form of picking along dim ``d``; ``aligned``: ``pick`` also shapes the mask to its result."""
+
+    def local(split: Split) -> Local:
+        if not split.is_split(("x", d)):
+            return lambda input, dim, index, **kwargs: pick(input, index)
+        box = split.box(("x", d))
+
+        def run(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            here, mine = picked(index, shape[d], *box)
+            y, mine = pick(filled(input, d), here, mine) if aligned else (pick(filled(input, d), here), mine)
+            return only(mine, y)
+
+        return run
+
+    return local
+
+
+@rule("take")
+def _take(op: Op, input: Arg, index: Arg) -> None:
+    # In a row, since one number as an index would give a view.
+    op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
+
+
+@rule("take_along_dim")
+def _take_along_dim(op: Op, input: Arg, indices: Arg, dim: int | None = None) -> None:
+    op.composite = _take_along
+
+
+def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    d = dim % input.ndim
+    if take_along_wraps() and input.shape[d]:
+        indices = indices.remainder(input.shape[d])
+    shape = [max(a, b) if min(a, b) else 0 for a, b in zip(input.shape, indices.shape, strict=True)]
+    x = input.expand([input.shape[k] if k == d else n for k, n in enumerate(shape)])
+    return x.gather(d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)]))
+
+
+def _into(op: Op, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool], name: str, *, sums: bool) -> None:
+    """Write ``src`` to places of dim ``d``. ``same``: dims in which all agree. ``sums``: many sources to one place add up, so they may be split."""
+    op.set(input, [("x", k) if k == d or same[k] else None for k in range(input.ndim)])
+    matched = not isinstance(src, Arg) or (src.ndim == input.ndim and (index.ndim == 1 or src.shape[d] == index.shape[d]))
+    row = ["k" if k == d and matched else ("x", k) if k != d and same[k] else None for k in range(input.ndim)]
+    if index.ndim == input.ndim:
+        op.set(index, row)
+    elif index.ndim == 1:
+        op.set(index, [row[d]])
+    if isinstance(src, Arg) and src.ndim == input.ndim:
+        op.set(src, row)
+    op.out = [op.dims[input.index]]
+    if sums:
+        op.reduce, op.addends = {"k": "sum"}, frozenset([input.index])
+    else:
+        op.whole.add("k")
+    op.ranges[index.index] = indices_of(input, d)
+    op.local = _written(d, input.shape, name)
+
+
+def _written(d: int, shape: Sequence[int], name: str) -> Callable[[Split], Local]:
+    def local(split: Split) -> Local:
+        if not split.is_split(("x", d)):
+            return lambda input, dim, index, *rest, **kwargs: getattr(input, name)(d, index, *rest, **kwargs)
+        offset, length = split.box(("x", d))
+
+        def run(input: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+            # What falls elsewhere goes to one more row, which is dropped.
+            here, _ = picked(index, shape[d], offset, length, miss=length)
+            out = getattr(extended(input, d), name)(d, here, *rest, **kwargs).narrow(d, 0, length)
+            return input.copy_(out) if name.endswith("_") else out
+
+        return run
+
+    return local
+
+
+def _scatter_rule(name: str) -> Callable[..., None]:
+    plain = name.rstrip("_")
+
+    def describe(op: Op, input: Arg, dim: int, index: Arg, src: Any = None, reduce: str | None = None, *, value: Any = None, include_self: bool = True) -> None:
+        if not input.ndim:
+            raise FormError("0-dim operands")
+        d = input.dim(dim)
+        operands = [index, src] if isinstance(src, Arg) and src.ndim == input.ndim else [index]
+        if index.ndim != input.ndim:
+            raise FormError("an index with fewer dims")
+        same = [all(a.shape[k] == input.shape[k] for a in operands) for k in range(input.ndim)]
+        sums = plain == "scatter_add" or (reduce == "sum" and include_self)
+        _into(op, input, d, index, src, same, name, sums=sums)
+        if isinstance(src, Arg) and (sums or (plain == "scatter" and reduce is None)):
+            op.linear = [frozenset([input.index, src.index])]
+
+    return describe
+
+
+for _name in ("scatter", "scatter_add", "scatter_reduce"):
+    each_spelling(_name, _scatter_rule)
+
+
+def _index_rule(name: str) -> Callable[..., None]:
+    plain = name.rstrip("_")
+
+    def describe(op: Op, input: Arg, dim: int, index: Arg, source: Any = None, *args: Any, value: Any = None, **kwargs: Any) -> None:
+        if not input.ndim or not index.ndim:
+            raise FormError("0-dim operands")
+        d = input.dim(dim)
+        same = [True] * input.ndim
+        _into(op, input, d, index, source, same, name, sums=plain == "index_add")
+        if isinstance(source, Arg) and plain in ("index_add", "index_copy"):
+            op.linear = [frozenset([input.index, source.index])]
+
+    return describe
+
+
+for _name in ("index_add", "index_copy", "index_fill", "index_reduce"):
+    each_spelling(_name, _index_rule)
+
+
+def _scatter_view(name: str, dims_of: Callable[..., set[int]]) -> None:
+    """``select_scatter`` and its like: a copy of ``input`` with ``src`` in the place of a view."""
+
+    @rule(name)
+    def describe(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
+        cut = dims_of(input, *args, **kwargs)
+        op.set(input, [None if k in cut else k for k in range(input.ndim)])
+        kept = [k for k in range(input.ndim) if k not in cut]
+        op.set(src, op.dims[input.index] if src.ndim == input.ndim else [*kept, *[None] * (src.ndim - len(kept))])
+        op.out, op.linear, op.carries = [op.dims[input.index]], [frozenset([input.index, src.index])], True
+
+
+_scatter_view("select_scatter", lambda x, dim, index: {x.dim(dim)})
+_scatter_view("slice_scatter", lambda x, dim=0, *args, **kwargs: {x.dim(dim)})
+_scatter_view("diagonal_scatter", lambda x, offset=0, dim1=0, dim2=1: {x.dim(dim1), x.dim(dim2)})
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+
+def _masked_fill(op: Op, input: Arg, mask: Arg, value: Any, name: str) -> None:
+    every, result = align([input.shape, mask.shape])
+    op.set(input, every[0])
+    op.set(mask, every[1])
+    op.out = [result]
+    if isinstance(value, Arg):
+        op.linear = [frozenset([input.index, value.index])]
+    else:
+        op.linear = [frozenset([input.index])]
+        op.local = lambda split: _masked_fill_local(first_share(split), name)
+
+
+def _masked_fill_local(first: bool, name: str) -> Local:
+    return lambda input, mask, value: getattr(input, name)(mask, value if first else 0)
+
+
+def first_share(split: Split) -> bool:
+    """Whether this rank's share of a partial sum is the one that carries a number written into all; the others' is zero."""
+    target = split.ins[0]
+    where = target.placement.coordinate(split.rank) or ()
+    return not any(c and e.is_partial for c, e in zip(where, target.layout, strict=False))
+
+
+each_spelling("masked_fill", lambda name: lambda op, input, mask, value: _masked_fill(op, input, mask, value, name))
+
+
+@rule("masked_scatter")
+def _masked_scatter(op: Op, input: Arg, mask: Arg, source: Arg) -> None:
+    op.out = [(None,) * max(input.ndim, mask.ndim)]  # the k-th true place takes the k-th element: nothing can be split
+
+
+@rule("fill_diagonal")
+def _fill_diagonal(op: Op, input: Arg, fill_value: Any, wrap: bool = False) -> None:
+    if isinstance(fill_value, Arg):
+        raise FormError("a tensor as the value")
+    identity(op, input)
+    op.linear = [frozenset([input.index])]
+
+    def local(split: Split) -> Local:
+        boxes = [split.box(d) for d in range(input.ndim)]
+        first, last = max(offset for offset, _ in boxes), min(offset + length for offset, length in boxes)
+        rows, columns = input.shape[:2]
+        starts = range(0, rows, columns + 1) if wrap and input.ndim == 2 else range(1)  # it begins anew below, where there is more than a square
+
+        def run(input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+            value = fill_value if first_share(split) else 0
+            if input.ndim == 2:
+                for start in starts:
+                    input.diagonal(boxes[0][0] - boxes[1][0] - start).fill_(value)
+            elif first < last:
+                input[tuple(torch.arange(first - offset, last - offset, device=input.device) for offset, _ in boxes)] = value
+            return input
+
+        return run
+
+    op.local = local
+
+
+# ---------------------------------------------------------------------------------------------------------------- tables
+
+
+@rule([F.embedding])
+def _embedding(
+    op: Op,
+    input: Arg,
+    weight: Arg,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> None:
+    """Describe a look-up in a table. Its gradient is dense, also where a sparse one is asked for: the values are the same."""
+    if max_norm is not None:
+        op.compose(_embedding_of_bounded_rows)
+        return
+    ids = [("ids", k) for k in range(input.ndim)]
+    op.out = [(*ids, "width")]
+    if scale_grad_by_freq:  # it counts all ids
+        op.out = [(None,) * (input.ndim + 1)]
+        op.local = lambda split: lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding_idx, scale_grad_by_freq=True)
+        return
+    op.set(input, ids)
+    op.set(weight, ("rows", "width"))
+    op.reduce, op.linear = {"rows": "sum"}, [frozenset([weight.index])]
+    n = weight.shape[0]
+    padding = None if padding_idx is None else padding_idx % max(n, 1)
+
+    def local(split: Split) -> Local:
+        if not split.is_split("rows"):
+            return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding)
+        offset, length = split.box("rows")
+
+        def run(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            here, mine = picked(input, n, offset, length)
+            own_padding = padding - offset if padding is not None and offset <= padding < offset + length else None
+            return only(mine.unsqueeze(-1), F.embedding(here, filled(weight, 0), own_padding))
+
+        return run
+
+    op.local = local
+    # On a GPU the kernel's backward writes where it must not if the rows have no elements.
+    op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
+
+
+@rule([torch.embedding])
+def _torch_embedding(op: Op, weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> None:
+    op.composite = _embedding_by_name
+
+
+def _embedding_by_name(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+    return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+@rule([F.embedding_bag])
+def _embedding_bag(
+    op: Op, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+    mode: str = "mean", *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    if max_norm is not None:
+        op.compose(_embedding_bag_of_bounded_rows)
+        return
+    op.out = [(None, "width")]
+    op.set(weight, (None, "width"))
+    if input.ndim == 2 and offsets is None and not scale_grad_by_freq:
+        op.out = [("bags", "width")]
+        op.set(input, ("bags", None))
+        for a in op.args[2:]:
+            op.set(a, ("bags", None))
+    op.linear = [frozenset([weight.index])] if mode != "max" else []
+    op.local = unless_empty(op, _dense_bags)
+
+
+def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call F.embedding_bag, whose argument 7 asks for a sparse gradient, for a dense one."""
+    return F.embedding_bag(*args[:7], *([False] if len(args) > 7 else []), *args[8:], **{k: v for k, v in kwargs.items() if k != "sparse"})
+
+
+def _embedding_of_bounded_rows(
+    input: Any, weight: Any, padding_idx: int | None = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, input, max_norm, norm_type)
+    return F.embedding(input, weight, padding_idx, None, norm_type, *args, **kwargs)
+
+
+def _embedding_bag_of_bounded_rows(
+    input: Any, weight: Any, offsets: Any = None, max_norm: float = 0.0, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, input, max_norm, norm_type)
+    return F.embedding_bag(input, weight, offsets, None, norm_type, *args, **kwargs)
+
+
+def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
+    """The rows of a table that are asked for, brought to a norm of ``max_norm`` at most, in place: each rank those that it holds."""
+    norms = torch.linalg.vector_norm(weight.detach(), norm_type, 1, keepdim=True)
+    asked = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, indices.reshape(-1).long(), True)
+    return weight.mul_(torch.where(asked & (norms > max_norm), max_norm / (norms + 1e-7), 1.0))
+
+
+def _embedding_renorm(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.composite = _bound_rows
+
+
+RULES[torch.embedding_renorm_] = Rule("embedding_renorm", _embedding_renorm, inplace=True)
+
+
+@rule([F.one_hot])
+def _one_hot(op: Op, tensor: Arg, num_classes: int = -1) -> None:
+    if num_classes < 0:
+        op.composite = lambda tensor, num_classes=-1: F.one_hot(tensor, int(tensor.max()) + 1)
+        return
+    identity(op, tensor)
+    op.out = [(*range(tensor.ndim), None)]
+
+
+@rule("bucketize")
+def _bucketize(op: Op, input: Arg, boundaries: Arg, **kwargs: Any) -> None:
+    identity(op, input)
+
+
+@rule("searchsorted")
+def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> None:
+    if not isinstance(input, Arg):
+        raise FormError("one number to look for")
+    lead = [("lead", k) for k in range(sorted_sequence.ndim - 1)]
+    op.set(input, [("lead", k) for k in range(input.ndim)] if sorted_sequence.ndim == 1 else [*lead, "values"])
+    for a in op.args:
+        if a is not input:
+            op.set(a, [*lead, None])
+    op.out = [op.dims[input.index]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- shapes that depend on data
+
+
+@rule(["nonzero", "argwhere", "masked_select", "nonzero_static", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
+def _depends_on_data(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.whole_call = True
+
+
+_choice_by_mask = RULES[torch.where].describe
+
+
+@rule("where", scalars=True)
+def _where(op: Op, *args: Any, **kwargs: Any) -> None:
+    condition = args[0] if args else kwargs.get("condition")
+    if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
+        op.composite = lambda condition: condition.nonzero(as_tuple=True)
+    elif isinstance(condition, Arg) and condition.dtype == torch.uint8:  # torch's kernels take bytes, those for meta tensors do not
+        op.composite = lambda condition, *args, **kwargs: torch.where(condition.bool(), *args, **kwargs)
+    else:
+        _choice_by_mask(op, *args, **kwargs)

@@ -1,0 +1,466 @@
+"""Indexing: x[...] and x[...] = value.
+
+A dim that an index picks from may be split: the rank that owns an element contributes it and the others zeros, so the result is a partial sum. No element moves
+before it is picked. Writing picks nothing: each rank writes what falls into its part.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..._base.torch_private import is_fake
+from ...errors import FormError
+from ..._tensor.view_tracking import MovedView
+from ..._tensor.global_tensor import GlobalTensor
+from .slicing import cut, stays_split, takes
+from .gather_scatter import extended, filled, first_share, only, picked, picks
+from .notation import Arg, Op, Split, align
+from .registry import RULES, UNSEEING, Rule, rule
+from .view import own
+
+__all__ = ["Part", "parts_of"]
+
+Local = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component of an index. ``dim``: the dim of the indexed tensor it stands on (for a new dim: before which it stands)."""
+
+    kind: str  # "new" | "all" | "slice" | "int" | "tensor" | "mask"
+    dim: int
+    value: Any = None  # int: from the front; slice: range; tensors: their Arg
+    size: int = 1  # elements of the region along it
+
+
+def parts_of(x: Arg, index: Any) -> list[Part]:
+    """Read an index as torch does, every dim accounted for. Raises FormError for the forms that only torch itself knows."""
+    items = list(_items(index))
+    used = sum(_span(i) for i in items)
+    dots = [k for k, i in enumerate(items) if i is Ellipsis]
+    if len(dots) > 1:
+        raise FormError("an index with more than one ellipsis")
+    fill = [slice(None)] * (x.ndim - used)
+    items = [*items[: dots[0]], *fill, *items[dots[0] + 1 :]] if dots else items + fill
+    found, d = [], 0
+    for item in items:
+        found.append(_part(x, item, d))
+        d += _span(item)
+    return found
+
+
+def _span(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if _is_mask(item) else 1
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, (Arg, torch.Tensor)) and item.dtype in (torch.bool, torch.uint8)
+
+
+def _part(x: Arg, item: Any, d: int) -> Part:
+    if item is None:
+        return Part("new", d)
+    if isinstance(item, slice):
+        r = range(*item.indices(x.shape[d]))
+        return Part("all", d, size=x.shape[d]) if len(r) == x.shape[d] else Part("slice", d, r, len(r))
+    if isinstance(item, Arg):
+        if _is_mask(item):
+            return Part("mask", d, item)
+        return Part("tensor", d, item)
+    at = operator.index(item)
+    return Part("int", d, at % max(x.shape[d], 1))
+
+
+def _items(index: Any) -> tuple[Any, ...]:
+    """The components of an index: as in torch, a short list with more than numbers in it is a list of components."""
+    more = (slice, Arg, torch.Tensor, type(None), type(Ellipsis))
+    if isinstance(index, list) and len(index) < 32 and any(isinstance(i, more) or _is_list(i) for i in index):
+        return tuple(index)
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_list(item: Any) -> bool:
+    """Whether a component is a list or an array, which stands for a tensor."""
+    return isinstance(item, (list, tuple, range, np.ndarray))
+
+
+def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(x, index) that mean the same, with lists and arrays as tensors and masks as the places where they are true. A bool is a mask of a new dim of size 1."""
+    items, found, d = [_as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i for i in _items(index)], [], 0
+    for k, i in enumerate(items):
+        if _is_mask(i):
+            x, i = (x, i) if i.ndim else (x.unsqueeze(d), i.reshape(1))
+            if (over := tuple(x.shape[d : d + i.ndim])) != tuple(i.shape):
+                raise IndexError(f"a mask of shape {list(i.shape)} for dims of sizes {list(over)}, dims {d} to {d + i.ndim - 1} of {list(x.shape)}")
+            found += i.nonzero(as_tuple=True)
+        else:
+            found.append(i)
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    return x, tuple(found)
+
+
+def _at_places(x: Any, index: Any) -> Any:
+    """``x[index]``, of masks by way of the places where they are true: where a mask follows from the code alone these do too."""
+    x, found = _plainer(x, index)
+    return x[found]
+
+
+def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return _at_places(input.expand(shape), mask.expand(shape))  # one by one: the mask follows from itself alone
+
+
+UNSEEING[torch.Tensor.__getitem__] = _at_places
+UNSEEING[torch.masked_select] = UNSEEING[torch.Tensor.masked_select] = _selected
+
+
+def _as_tensor(item: Any) -> torch.Tensor:
+    found = torch.as_tensor(item)
+    return found if found.numel() or isinstance(item, np.ndarray) else found.long()  # an empty list picks nothing
+
+
+def _tensors(index: Any) -> Iterable[torch.Tensor]:
+    return (i for i in _items(index) if isinstance(i, torch.Tensor))
+
+
+def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Part], Any]) -> tuple[list[Any], int, int]:
+    """Dims of what an index selects, each named -> (names, where the index tensors' dims begin, how many they are)."""
+    rest = [p for p in parts if p.kind != "int"]
+    places = [k for k, p in enumerate(rest) if p.kind == "tensor"]
+    if not places:
+        return [name(p) for p in rest], 0, 0
+    # The dims of index tensors that stand side by side stay there; else they come first.
+    begin = places[0] if places[-1] - places[0] == len(places) - 1 else 0
+    others = [name(p) for p in rest if p.kind != "tensor"]
+    return [*others[:begin], *index_dims, *others[begin:]], begin, len(index_dims)
+
+
+# ---------------------------------------------------------------------------------------------------------------- x[...]
+
+
+@rule([torch.Tensor.__getitem__])
+def _getitem(op: Op, x: Arg, index: Any) -> None:
+    if any(_is_list(i) or _is_mask(i) or isinstance(i, (bool, np.bool_)) for i in _items(index)):
+        op.composite = _get_plainer
+        return
+    if any(_is_number(i) for i in _items(index)):
+        op.composite = _get_by_number
+        return
+    parts = parts_of(x, index)
+    tensors = [p for p in parts if p.kind == "tensor"]
+    every, index_dims = align([p.value.shape for p in tensors], "index")
+    for p, dims in zip(tensors, every, strict=True):
+        op.set(p.value, dims)
+    over = {p.dim for p in parts if p.kind == "slice" and stays_split(x, p.dim, [p.value])}
+    op.set(x, [None if p.kind == "slice" and p.dim not in over else ("x", p.dim) for p in parts if p.kind != "new"])
+    region, begin, count = _region(parts, index_dims, lambda p: ("x", p.dim) if p.kind == "all" or (p.kind == "slice" and p.dim in over) else None)
+    op.out, op.view, op.exchanges = [tuple(region)], not tensors, {("x", d) for d in over}
+    if over:
+        takes(op, {p.dim: (region.index(("x", p.dim)), [p.value]) for p in parts if p.kind == "slice" and p.dim in over})
+    op.reduce = {("x", p.dim): picks(x) for p in parts if p.kind in ("int", "tensor")}
+    op.linear, op.carries = [frozenset([0])], True
+    op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
+
+
+def _get_plainer(x: Any, index: Any) -> Any:
+    x, index = _plainer(x, index)
+    return x[index]
+
+
+def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
+    boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
+    cuts = {p.dim: found for p in parts if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None}
+    if not boxes and not cuts:
+        return None  # torch's own, with the index as it stands
+
+    def run(x: torch.Tensor, index: Any) -> torch.Tensor:
+        these, key, owned = iter(_tensors(index)), [], None
+        for taken in cuts.values():
+            x = taken(x)[0]
+        for p in parts:
+            if p.kind == "slice" and p.dim in cuts:
+                key.append(slice(None))
+                continue
+            at: Any = next(these) if p.kind == "tensor" else p.value
+            if p.kind == "tensor" and p.dim in boxes:
+                n = shape[p.dim]
+                x = filled(x, p.dim)
+                at, mine = picked(torch.where(at < 0, at + n, at), n, *boxes[p.dim])
+                owned = mine if owned is None else owned & mine
+            elif p.dim in boxes and p.kind == "int":
+                x, at = own(x, p.dim, at - boxes[p.dim][0]), 0
+            key.append(_plain_key(p, at))
+        try:
+            y = x[tuple(key)]
+        except IndexError as error:  # which tells of this rank's part
+            raise _out_of_bounds(shape, parts, index) or error from None
+        return y if owned is None else only(owned.reshape(*owned.shape, *[1] * after), y)
+
+    return run
+
+
+def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> IndexError | None:
+    for p, at in zip((p for p in parts if p.kind == "tensor"), _tensors(index), strict=True):
+        n = shape[p.dim]
+        if (bad := at[(at < -n) | (at >= n)]).numel():
+            return IndexError(f"index {int(bad[0])} is out of bounds for dimension {p.dim} with size {n}")
+    return None
+
+
+def _cut(split: Split, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
+    factor = ("x", p.dim)
+    return cut(split, p.dim, split.op.out[0].index(factor), [p.value]) if p.kind == "slice" and split.is_split(factor) else None
+
+
+def _is_number(item: Any) -> bool:
+    """Whether a component is an integer in a 0-dim tensor, which stands for its value."""
+    return isinstance(item, (Arg, torch.Tensor)) and not item.ndim and not _is_mask(item)
+
+
+def _get_by_number(x: Any, index: Any) -> Any:
+    out = _picked_by_number(x, index)
+    if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(x, GlobalTensor):
+        return out
+    return MovedView.of(out._local, out._spec, x, lambda source: _picked_by_number(source, index), index)  # as in torch, numbers alone take no copy
+
+
+def _picked_by_number(x: Any, index: Any) -> Any:
+    # Picked as by an index of one element: the number is never asked for, so nobody waits for it.
+    items, d, key = _items(index), 0, []
+    for k, i in enumerate(items):
+        if _is_number(i):
+            x = x[(*[slice(None)] * d, i.reshape(1))]
+            i = 0
+        key.append(i)
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    return x[tuple(key)]
+
+
+def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
+    """The first number's row is taken out, written into by the rest of the index, and put back."""
+    items, d = _items(index), 0
+    for k, i in enumerate(items):
+        if _is_number(i):
+            place = (*[slice(None)] * d, i.reshape(1))
+            row = x[place]
+            row[(*items[:k], 0, *items[k + 1 :])] = value
+            x[place] = row
+            return
+        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+    x[tuple(items)] = value
+
+
+def _plain_key(p: Part, at: Any) -> Any:
+    if p.kind == "slice":
+        return slice(p.value.start, p.value.stop, p.value.step)
+    return {"new": None, "all": slice(None)}.get(p.kind, at)
+
+
+# ---------------------------------------------------------------------------------------------------------------- x[...] = value
+
+
+def _setitem(op: Op, x: Arg, index: Any, value: Any) -> None:
+    items = _items(index)
+    plainer = any(_is_list(i) or _is_number(i) or isinstance(i, (bool, np.bool_)) for i in items)
+    if plainer or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
+        op.composite = _set_plainer
+        return
+    parts = parts_of(x, index)
+    tensors = [p for p in parts if p.kind == "tensor"]
+    _, index_dims = align([p.value.shape for p in tensors], "index")
+    op.set(x, [("x", d) for d in range(x.ndim)])
+    for p in parts:
+        if p.kind == "mask":
+            op.set(p.value, [("x", p.dim + k) for k in range(p.value.ndim)])
+    region, begin, count = _region(parts, [None] * len(index_dims), lambda p: p)
+    after = len(region) - begin - count
+    if isinstance(value, Arg):
+        op.set(value, _value_dims(value.shape, region))
+        op.linear = [frozenset([x.index, value.index])]
+    else:
+        op.linear = [frozenset([x.index])]
+    op.out = [op.dims[x.index]]
+    op.local = lambda split: _set_local(split, x.shape, parts, region, after, count)
+
+
+RULES[torch.Tensor.__setitem__] = Rule("__setitem__", _setitem, inplace=True)
+
+
+def _set_plainer(x: Any, index: Any, value: Any) -> None:
+    if isinstance(index, (bool, np.bool_)):  # all or nothing
+        if index:
+            x[...] = value
+        return
+    x, index = _plainer(x, index)
+    _set_by_number(x, tuple(int(i) if _is_number(i) and type(i) is torch.Tensor and not is_fake(i) else i for i in index), value)
+
+
+def _fills_by_mask(x: Arg, index: Any, value: Any) -> bool:
+    """Whether one mask says where, and the value does not depend on how often it is true."""
+    parts = parts_of(x, index)
+    if sum(p.kind == "mask" for p in parts) != 1 or any(p.kind in ("slice", "tensor", "int", "item", "new") for p in parts):
+        return False
+    mask = next(p for p in parts if p.kind == "mask")
+    end = mask.dim + mask.value.ndim
+    return mask.value.ndim > 0 and mask.value.shape == x.shape[mask.dim : end] and (not isinstance(value, Arg) or value.ndim <= x.ndim - end)
+
+
+def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
+    """A value is aligned from the right with what it is written to; a dim of size 1 broadcasts, and so do more leading ones."""
+    dims: list[Any] = []
+    for k in range(len(shape), 0, -1):
+        p = region[len(region) - k] if k <= len(region) else None
+        whole = isinstance(p, Part) and p.kind == "all" and p.size == shape[len(shape) - k]
+        dims.append(("x", p.dim) if whole else None)  # type: ignore[union-attr]
+    return dims
+
+
+def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region: Sequence[Any], after: int, count: int) -> Local:
+    """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index tensors."""
+    boxes = {d: split.box(("x", d)) for d in range(len(shape)) if split.is_split(("x", d))}
+    lead = first_share(split)
+
+    def run(x: torch.Tensor, index: Any, value: Any) -> None:
+        tensor = isinstance(value, torch.Tensor)
+        if not tensor and not lead:
+            value = 0
+        if tensor and value.ndim > len(region):
+            value = value.reshape(value.shape[value.ndim - len(region) :])
+        these, key, reach = iter(_tensors(index)), [], {}
+        for p in parts:
+            at: Any = next(these) if p.kind in ("tensor", "mask") else p.value
+            if p.dim in boxes and p.kind == "int":
+                at -= boxes[p.dim][0]
+                if not 0 <= at < boxes[p.dim][1]:
+                    return _touch(x, p.dim, value)
+            if p.dim in boxes and p.kind == "slice":
+                at, first, n = _overlap(p.value, *boxes[p.dim])
+                value = _narrowed(value, len(region) - region.index(p), first, n, p.size) if tensor else value
+                key.append(at)
+                continue
+            if p.kind == "tensor":
+                reach[len(key)] = p
+            key.append(_plain_key(p, at))
+        if any(p.dim in boxes for p in reach.values()):
+            if is_fake(x):  # a graph is captured: which of the indices are this rank's is not known yet
+                return _write_beside(x, key, reach, boxes, shape, value)
+            value = _only_mine(key, reach, boxes, shape, value, after, count)
+        x[tuple(key)] = value
+
+    return run
+
+
+def _touch(x: torch.Tensor, d: int, value: Any) -> None:
+    """Write nothing, but let the value take part in the backward pass, and in a graph, where other ranks may wait for this one."""
+    if isinstance(value, torch.Tensor) and (value.requires_grad or is_fake(x)):
+        x.narrow(d, 0, 0).add_(value.reshape(-1)[:0].sum().to(x.dtype))
+
+
+def _overlap(r: range, offset: int, length: int) -> tuple[slice, int, int]:
+    """The part of a range that falls into [offset, offset + length) -> (local slice, first of the range in it, how many)."""
+    first = max(0, -((r.start - offset) // r.step))
+    end = min(len(r), max(0, -((r.start - offset - length) // r.step)))
+    if end <= first:
+        return slice(0, 0), 0, 0
+    start = r.start + first * r.step - offset
+    return slice(start, start + (end - first - 1) * r.step + 1, r.step), first, end - first
+
+
+def _narrowed(value: torch.Tensor, from_right: int, first: int, n: int, size: int) -> torch.Tensor:
+    d = value.ndim - from_right
+    return value.narrow(d, first, n) if d >= 0 and value.shape[d] == size else value
+
+
+def _only_mine(key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[int, int]], shape: Sequence[int], value: Any, after: int, count: int) -> Any:
+    """Keep of index tensors (in ``key``, changed) and the value what falls into this rank's part."""
+    spread = torch.broadcast_tensors(*[key[k] for k in reach])
+    owned, flat = None, {}
+    for (k, p), t in zip(reach.items(), spread, strict=True):
+        t = torch.where(t < 0, t + shape[p.dim], t).reshape(-1)
+        if p.dim in boxes:
+            t, mine = picked(t, shape[p.dim], *boxes[p.dim])
+            if bool((t > shape[p.dim]).any()):
+                raise IndexError(f"an index is out of bounds for dim {p.dim} of size {shape[p.dim]}")
+            owned = mine if owned is None else owned & mine
+        flat[k] = t
+    keep = owned.nonzero().squeeze(1)  # type: ignore[union-attr]
+    for k, t in flat.items():
+        key[k] = t[keep]
+    if not isinstance(value, torch.Tensor) or value.ndim <= after:
+        return value
+    value = value.reshape(*[1] * (after + count - value.ndim), *value.shape)
+    begin = value.ndim - after - count
+    value = value.expand(*value.shape[:begin], *spread[0].shape, *value.shape[begin + count :]).flatten(begin, begin + count - 1)
+    return value.index_select(begin, keep)
+
+
+def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes: dict[int, tuple[int, int]], shape: Sequence[int], value: Any) -> None:
+    """Write all of the value whatever the indices are: what falls into other ranks' parts into a spare row beside this one's, which is dropped."""
+    split = [p.dim for p in reach.values() if p.dim in boxes]
+    if not all(boxes[d][1] for d in split):
+        return _touch(x, split[0], value)
+    owned, found = None, {}
+    for (k, p), t in zip(reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True):
+        t = torch.where(t < 0, t + shape[p.dim], t)
+        if p.dim in boxes:
+            t, mine = picked(t, shape[p.dim], *boxes[p.dim])
+            owned = mine if owned is None else owned & mine
+        found[k] = t
+    for k, t in found.items():
+        d = reach[k].dim
+        key[k] = torch.where(owned | (t > shape[d]), t, x.shape[d] if d == split[0] else 0)  # type: ignore[operator]
+    wide = extended(x, split[0])
+    wide[tuple(key)] = value
+    x.copy_(wide.narrow(split[0], 0, x.shape[split[0]]))
+
+
+def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
+    def describe(op: Op, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
+        if accumulate and any(i is None for i in indices):
+            raise FormError("accumulate=True with a dim that no index is for")
+        given = [i for i in indices if i is not None]
+        dims = input.ndim - sum(i.ndim if _is_mask(i) else 1 for i in given) + max((1 if _is_mask(i) else i.ndim for i in given), default=0)
+        if isinstance(values, Arg) and values.ndim > dims:  # assignment to x[...] drops leading dims of size 1
+            raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to an indexing result of {dims} dims")
+        op.compose(function)
+
+    return describe
+
+
+def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
+    """Values added at places that may repeat: the indexed dims as one, and its rows added to."""
+    x, found = _plainer(input, tuple(indices))
+    places = torch.broadcast_tensors(*found)
+    sizes, rest = x.shape[: len(places)], tuple(x.shape[len(places) :])
+    row: Any = 0
+    for i, n in zip(places, sizes, strict=True):
+        row = row * n + torch.where(i < 0, i + n, i)
+    for i, n in zip(places, sizes, strict=True):  # what is out of range in one dim must not fall into another row
+        row = torch.where((i < -n) | (i >= n), math.prod(sizes), row)
+    values = values.expand(*places[0].shape, *rest).reshape(-1, *rest)
+    return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)
+
+
+def _index_put_into(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    if accumulate:
+        return input.copy_(_accumulated(input, indices, values))
+    input[tuple(slice(None) if i is None else i for i in indices)] = values
+    return input
+
+
+def _index_put_as_setitem(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    return _accumulated(input, indices, values) if accumulate else _index_put_into(input.clone(), indices, values)
+
+
+rule([torch.index_put, torch.Tensor.index_put])(_index_put(_index_put_as_setitem))
+for _f in (torch.Tensor.index_put_, torch.index_put_):
+    RULES[_f] = Rule("index_put", _index_put(_index_put_into), inplace=True)

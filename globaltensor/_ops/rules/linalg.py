@@ -1,0 +1,180 @@
+"""Matrix decompositions and Fourier transforms: whole in the dims they work on, parallel in all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._base import torch_private
+from .notation import Arg, Op, align
+from .helpers import canonical, dims_of, reduced, register, unless_empty
+from .registry import RULES, rule
+
+__all__: list[str] = []
+
+
+def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)) -> None:
+    """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand needs whole; ``outs`` those that each result has."""
+
+    def describe(op: Op, function: Any, *args: Any, **kwargs: Any) -> None:
+        leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
+        named, lead = align(leads)
+        for a, dims, shape in zip(op.args, named, leads, strict=True):
+            op.set(a, (*dims, *[None] * (a.ndim - len(shape))))
+        op.out = [(*lead, *[None] * n) for n in outs]
+        op.local = unless_empty(op, function)
+
+    for name in names.split():
+        for space in spaces:
+            function = getattr(space, name, None)
+            if function is not None and function not in RULES:
+                register(function, lambda op, *args, function=function, **kwargs: describe(op, function, *args, **kwargs))
+
+
+_EVERYWHERE = (torch.linalg, torch, Tensor)
+_matrices("inv cholesky pinv matrix_exp matrix_power", 2, outs=[2])
+_matrices("inverse cholesky pinverse matrix_exp matrix_power cholesky_inverse", 2, outs=[2], spaces=(torch, Tensor))
+_matrices("det logdet", 2, outs=[0], spaces=_EVERYWHERE)
+_matrices("slogdet", 2, outs=[0, 0], spaces=_EVERYWHERE)
+_matrices("cond matrix_rank", 2, outs=[0])
+_matrices("eig eigh", 2, outs=[1, 2])
+_matrices("eigvals eigvalsh svdvals", 2, outs=[1])
+_matrices("qr lu_factor", 2, outs=[2, 2])
+_matrices("inv_ex cholesky_ex", 2, outs=[2, 0])
+_matrices("lu_factor_ex ldl_factor_ex", 2, outs=[2, 1, 0])
+_matrices("svd", 2, outs=[2, 1, 2])
+_matrices("lu_with_info", 2, outs=[2, 1, 0], spaces=(torch_private,))
+_matrices("lu", 2, outs=[2, 2, 2])
+_matrices("solve_triangular", 2, outs=[2])
+_matrices("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
+_matrices("householder_product", 2, 1, outs=[2])
+# The second result of these is a vector of pivots.
+for _name in ("lu_factor", "ldl_factor"):
+    RULES.pop(getattr(torch.linalg, _name), None)
+_matrices("lu_factor ldl_factor", 2, outs=[2, 1])
+# Not the polar of torch, which is elementwise and of the same name.
+RULES.pop(getattr(torch.linalg, "polar", None), None)
+_matrices("polar", 2, outs=[2, 2])
+_matrices("lu_solve ldl_solve", 2, 1, 2, outs=[2])
+_matrices("lu_solve", 2, 2, 1, outs=[2], spaces=(torch, Tensor))
+_matrices("lu_unpack", 2, 1, outs=[2, 2, 2], spaces=(torch,))
+_matrices("svd", 2, outs=[2, 1, 2], spaces=(torch, Tensor))
+_matrices("qr triangular_solve", 2, outs=[2, 2], spaces=(torch, Tensor))
+_matrices("geqrf", 2, outs=[2, 1], spaces=(torch, Tensor))
+_matrices("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
+
+
+@rule([torch.lu])
+def _lu(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.compose(_lu_by_factor)
+
+
+def _lu_by_factor(A: Tensor, pivot: bool = True, get_infos: bool = False, out: Any = None) -> Any:
+    return (torch.linalg.lu_factor_ex if get_infos else torch.linalg.lu_factor)(A, pivot=pivot)
+
+
+def whole(names: str, *spaces: Any) -> None:
+    """Functions that need all of every operand, on every rank: said once here, so that nobody is warned."""
+    for name in names.split():
+        for space in spaces:
+            if callable(function := getattr(space, name, None)) and function not in RULES:
+                register(function, lambda op, *args, **kwargs: None)
+
+
+def _drawn(op: Op, A: Arg, *args: Any, **kwargs: Any) -> None:
+    # These start from random numbers, which must be the same on all ranks that have the same matrices.
+    for a in op.args:
+        op.set(a, (*range(-a.ndim, -2), None, None))
+    lead = tuple(range(-A.ndim, -2))
+    op.out, op.random = [(*lead, None, None), (*lead, None), (*lead, None, None)], True
+
+
+rule([torch.svd_lowrank, torch.pca_lowrank])(_drawn)
+
+
+whole("lstsq tensorinv tensorsolve", torch.linalg)
+whole("orgqr lstsq vander", torch, Tensor)
+
+
+@rule([torch.lobpcg])
+def _lobpcg(op: Op, *args: Any, **kwargs: Any) -> None:
+    op.random = True
+
+
+@rule([torch.linalg.vander])
+def _vander(op: Op, x: Arg, *, N: int | None = None) -> None:
+    names = (*range(x.ndim - 1), None)  # without N, as many powers as there are elements
+    op.set(x, names)
+    op.out = [(*names, None)]
+
+
+@rule([torch.view_as_real])
+def _as_real(op: Op, input: Arg) -> None:
+    names = tuple(range(input.ndim))
+    op.set(input, names)
+    op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
+    op.local = unless_empty(op, torch.view_as_real)  # its backward takes no gradient that is an expanded nothing
+
+
+@rule([torch.view_as_complex])
+def _as_complex(op: Op, input: Arg) -> None:
+    names = tuple(range(input.ndim - 1))
+    op.set(input, (*names, None))
+    op.out, op.linear, op.view = [names], [frozenset([0])], True
+    # torch looks at the strides of an empty part, too.
+    op.local = lambda split: None if 0 not in split.out_shape() else lambda input: torch.complex(input[..., 0], input[..., 1])
+
+
+@rule([torch.linalg.solve, torch.linalg.solve_ex])
+def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False) -> None:
+    # A stack of vectors is told from a stack of matrices as torch does it.
+    vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
+    tail = 1 if vector else 2
+    (first, second), lead = align([A.shape[:-2], B.shape[: B.ndim - tail]])
+    op.set(A, (*first, None, None))
+    op.set(B, (*second, *[None] * tail))
+    op.out = [(*lead, *[None] * tail), tuple(lead)]  # solve_ex tells how each went
+    if not vector and B.ndim == A.ndim - 1:
+        op.whole = set(lead)  # a part might look like a stack of vectors
+
+
+# ---------------------------------------------------------------------------------------------------------------- fourier
+
+
+def _fourier(op: Op, function: Any, x: Arg, dims: tuple[int, ...]) -> None:
+    reduced(op, x, dims, True, None)
+    op.out, op.linear = [op.dims[x.index]], [frozenset([0])]
+    op.local = unless_empty(op, function)
+
+
+def _one(op: Op, function: Any, input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
+
+
+def _two(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
+
+
+def _several(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = None, norm: str | None = None) -> None:
+    last = tuple(range(-len(s), 0)) if s is not None else None  # of as many dims as sizes are given
+    _fourier(op, function, input, dims_of(input, last if dim is None else dim))
+
+
+def _shift(op: Op, function: Any, input: Arg, dim: Any = None) -> None:
+    _fourier(op, function, input, dims_of(input, dim))
+
+
+def _transform(name: str, describe: Callable[..., None]) -> None:
+    function = getattr(torch.fft, name)
+    register(function, lambda op, *args, **kwargs: describe(op, function, *args, **canonical(kwargs)))
+
+
+for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
+    _transform(_name, _one)
+    _transform(_name + "2", _two)
+    _transform(_name + "n", _several)
+for _name in ("fftshift", "ifftshift"):
+    _transform(_name, _shift)

@@ -1,0 +1,332 @@
+"""Normalisation, dropout and recurrent layers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .partial_extrema import settled
+from .notation import Arg, Dims, Factor, Op, Split
+from .helpers import dims_of, reduced, register, split_in, stand_in, unless_empty
+from .registry import rule
+
+__all__: list[str] = []
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x normalised over ``dims``, mean, biased variance), whatever is split; narrow types are computed in single precision."""
+    x = settled(x.float() if x.dtype in _HALF else x)
+    mean = settled(x.mean(dims, keepdim=True))
+    off = x - mean
+    variance = settled((off * off).mean(dims, keepdim=True))
+    return off * (variance + eps).rsqrt(), mean, variance
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
+    if weight is not None:
+        x = x * weight.reshape(shape)
+    if bias is not None:
+        x = x + bias.reshape(shape)
+    return x.to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- layer and rms norm
+
+
+def _over_last(op: Op, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any) -> None:
+    """Normalisation over the last dims: whole, or written with global ops where one is split."""
+    dims = tuple(range(input.ndim - len(shape), input.ndim))
+    reduced(op, input, dims, True, None)
+    op.out = [op.dims[input.index]]
+    for p in params:
+        if p is not None:
+            op.set(p, dims)
+    if split_in(input, dims):
+        op.compose(split)
+
+
+@rule([F.layer_norm, torch.layer_norm])
+def _layer_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
+    _over_last(op, input, shape, _split_layer_norm, weight, bias)
+
+
+def _split_layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    out, _, _ = _centred(input, dims, eps)
+    return _scaled(out, weight, bias, list(normalized_shape), input.dtype)
+
+
+@rule([F.rms_norm, torch.rms_norm])
+def _rms_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None = None, eps: float | None = None) -> None:
+    _over_last(op, input, normalized_shape, _split_rms_norm, weight)
+
+
+def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    x = settled(input.float() if input.dtype in _HALF else input)
+    square = settled((x * x).mean(dims, keepdim=True))
+    out = x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    return _scaled(out, weight, None, list(normalized_shape), input.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- group and instance norm
+
+
+@rule([F.group_norm, torch.group_norm])
+def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
+    space = tuple(range(2, input.ndim))
+    if split_in(input, space):
+        op.compose(_split_group_norm)
+        return
+    op.set(input, ("n", "g", *[None] * len(space)))
+    op.out = [op.dims[input.index]]
+    size = input.shape[1] // num_groups
+    op.scale = {(input.index, 1): size, (~0, 1): size}
+    for p in (weight, bias):
+        if p is not None:
+            op.set(p, ("g",))
+            op.scale[p.index, 0] = size
+
+    def local(split: Split) -> Callable[..., Any]:
+        if not split.is_split("g"):
+            return torch.group_norm if rest else F.group_norm
+        groups = split.ins[input.index].local_shape(split.rank)[1] // size
+
+        def run(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+            return F.group_norm(input, groups, weight, bias, eps)
+
+        return run
+
+    op.local = local
+    op.local = unless_empty(op, alike=_group_norm_of_one)
+
+
+def _group_norm_of_one(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    return F.group_norm(stand_in(input, 1, 1, 2), 1, *_of_one(weight, bias))
+
+
+def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
+    """Stand-ins for what has a number for each channel."""
+    return [None if t is None else stand_in(t, 1) for t in channels]
+
+
+def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
+    n, c, *space = input.shape
+    grouped = input.reshape(n, num_groups, c // num_groups, *space)
+    out, _, _ = _centred(grouped, tuple(range(2, grouped.ndim)), eps)
+    return _scaled(out.reshape(n, c, *space), weight, bias, [1, c, *[1] * len(space)], input.dtype)
+
+
+def _instance_norm(
+    op: Op, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
+) -> None:  # fmt: skip
+    tracked = running_mean is not None and use_input_stats  # buffers are written: the same everywhere
+    space = tuple(range(2, input.ndim))
+    if use_input_stats and (split_in(input, space) or (tracked and (split_in(input, (0, 1)) or _apart(running_mean, running_var)))):
+        op.compose(_split_instance_norm)
+        return
+    op.set(input, (*("n", "c")[: input.ndim], *(("s", d) for d in space)))
+    op.out = [op.dims[input.index]]
+    for p in (running_mean, running_var, weight, bias):
+        if p is not None:
+            op.set(p, ("c",))
+    op.whole = {"n", "c", *(("s", d) for d in space)} if tracked else {("s", d) for d in space}
+    op.local = unless_empty(op, F.instance_norm, _instance_norm_of_one)
+
+
+def _instance_norm_of_one(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    use_input_stats: bool = True, *rest: Any, **more: Any,
+) -> Tensor:  # fmt: skip
+    return F.instance_norm(stand_in(input, 1, 1, 2), *_of_one(running_mean, running_var, weight, bias), use_input_stats)
+
+
+def _split_instance_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
+) -> Tensor:  # fmt: skip
+    space = tuple(range(2, input.ndim))
+    out, mean, variance = _centred(input, space, eps)
+    count = math.prod(input.shape[d] for d in space)
+    if running_mean is not None and running_var is not None and count:
+        with torch.no_grad():
+            _follow(running_mean, mean.detach().mean((0, *space)), momentum)
+            _follow(running_var, variance.detach().mean((0, *space)) * (count / max(1, count - 1)), momentum)
+    return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
+
+
+def _apart(*buffers: Arg | None) -> bool:
+    """Whether some buffer that is written lies on several ranks: what a kernel writes into a copy brought together is lost."""
+    return any(not e.is_broadcast for b in buffers if b is not None for e in b.spec.layout)
+
+
+register(F.instance_norm, _instance_norm)
+
+
+# ---------------------------------------------------------------------------------------------------------------- batch norm
+
+
+def _batch_norm(
+    op: Op, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> None:  # fmt: skip
+    others = tuple(d for d in range(input.ndim) if d != 1)
+    for name, p in (("running_mean", running_mean), ("running_var", running_var)):
+        if p is not None and p.ndim != 1:  # torch's kernels say so, those for meta tensors count elements
+            raise RuntimeError(f"{name} should have one dim of {input.shape[1]} elements, not the shape {list(p.shape)}")
+    if training and (split_in(input, others) or (running_mean is not None and input.is_split(1)) or _apart(running_mean, running_var)):
+        op.compose(_split_batch_norm)
+        return
+    names: list[Factor] = ["c" if d == 1 else d for d in range(input.ndim)]
+    op.set(input, names)
+    op.out = [tuple(names)]
+    for p in (running_mean, running_var, weight, bias):
+        if p is not None:
+            op.set(p, ("c",))
+    if training:
+        # The running statistics are written in place: each rank's copy must see every channel.
+        op.whole = {*others, "c"} if running_mean is not None else set(others)
+    op.local = unless_empty(op, F.batch_norm, _batch_norm_of_one)
+
+
+def _batch_norm_of_one(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, *rest: Any, **more: Any,
+) -> Tensor:  # fmt: skip
+    return F.batch_norm(stand_in(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training)
+
+
+def _split_batch_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Statistics of the whole batch, wherever its samples are; running statistics stay equal on all ranks."""
+    others = tuple(d for d in range(input.ndim) if d != 1)
+    count = math.prod(input.shape[d] for d in others)
+    out, mean, variance = _centred(input, others, eps)
+    if running_mean is not None and running_var is not None and count:
+        with torch.no_grad():
+            _follow(running_mean, mean.detach().reshape(-1), momentum)
+            _follow(running_var, variance.detach().reshape(-1) * (count / max(1, count - 1)), momentum)
+    return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
+
+
+def _follow(running: Tensor, value: Tensor, momentum: float) -> None:
+    running.mul_(1 - momentum).add_((value * momentum).to(running.dtype))
+
+
+register(F.batch_norm, _batch_norm)
+
+
+@rule([F.local_response_norm])
+def _local_response_norm(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    reduced(op, input, (1,), True, None)
+    op.out = [op.dims[input.index]]
+    op.local = unless_empty(op, F.local_response_norm)
+
+
+# ---------------------------------------------------------------------------------------------------------------- dropout, activations
+
+
+def _dropout(function: Any, whole: int | None = None) -> None:
+    """Random where it is on; the identity, through which any partial passes, where it is off. ``whole``: dims from here on drop together."""
+    signature = inspect.signature(function) if inspect.isfunction(function) else None
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        if signature is not None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            call = bound.arguments
+            x, p, training = call["input"], call["p"], call.get("training", call.get("train"))
+        else:
+            x, p, training = (*args, *kwargs.values())[:3]
+        names = tuple(range(x.ndim))
+        op.set(x, names)
+        op.out = [names]
+        if not training or p == 0:
+            op.linear, op.carries = [frozenset([0])], True
+            return
+        op.random = True
+        if whole is not None:
+            lead = max(0, x.ndim - whole)
+            op.whole = set(range(lead, x.ndim))
+
+    register(function, describe)
+
+
+for _name, _whole in (
+    ("dropout", None), ("alpha_dropout", None), ("dropout1d", 1), ("dropout2d", 2), ("dropout3d", 3), ("feature_dropout", 9), ("feature_alpha_dropout", 9),
+):  # fmt: skip
+    for _where in (F, torch):
+        if callable(_f := getattr(_where, _name, None)):
+            _dropout(_f, _whole)
+
+
+@rule([F.rrelu, torch.rrelu])
+def _rrelu(op: Op, input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: Any = False) -> None:
+    names = tuple(range(input.ndim))
+    op.set(input, names)
+    op.out, op.random = [names], bool(training)
+
+
+@rule([F.glu])
+def _glu(op: Op, input: Arg, dim: int = -1) -> None:
+    reduced(op, input, dims_of(input, dim), True, None)
+
+
+@rule("prelu")
+def _prelu(op: Op, input: Arg, weight: Arg) -> None:
+    names = tuple(range(input.ndim))
+    op.set(input, names)
+    op.out = [names]
+    if weight.ndim == 1 and weight.shape[0] > 1:
+        op.set(weight, (1 if input.ndim > 1 else 0,))
+
+
+# ---------------------------------------------------------------------------------------------------------------- recurrent layers
+
+
+def _cell(op: Op, input: Arg, hx: Any, *weights: Any) -> None:
+    lead: Dims = ("n",) if input.ndim == 2 else ()
+    for a in (input, *(hx if isinstance(hx, (tuple, list)) else [hx])):
+        op.set(a, (*lead, None))
+    op.out = [(*lead, None)]
+
+
+for _name in ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"):
+    register(getattr(torch, _name), _cell)
+
+
+def _recurrent(function: Any) -> None:
+    """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to step, are whole."""
+
+    def describe(op: Op, input: Arg, hx: Any, *rest: Any) -> None:
+        if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)
+            op.whole_call = True
+            return
+        _, _, _layers, dropout, training, _, batch_first = rest
+        names: Dims = (None,) if input.ndim == 2 else ("n", None) if batch_first else (None, "n")
+        op.set(input, (*names, None))
+        states = hx if isinstance(hx, (tuple, list)) else [hx]
+        for h in states:
+            op.set(h, (None, "n", None) if input.ndim == 3 else (None, None))
+        hidden: Dims = (None, "n", None) if input.ndim == 3 else (None, None)
+        op.out = [(*names, None), *[hidden] * len(states)]
+        op.random = bool(training and dropout)
+        op.local = unless_empty(op, function)
+
+    register(function, describe)
+
+
+for _name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
+    _recurrent(getattr(torch, _name))

@@ -1,0 +1,51 @@
+"""Packed sequences (torch.nn.utils.rnn): the steps of all sequences in one dim, time first. How many sequences each step has is plain, and on the cpu, as the
+kernels of recurrent layers want it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._base import torch_private
+from .notation import Op
+from .registry import rule
+
+__all__: list[str] = []
+
+
+def _plain(counts: Any) -> torch.Tensor:
+    """The values of a tensor of counts. Collective where it is global."""
+    return counts if type(counts) is torch.Tensor else torch.tensor(counts.tolist(), dtype=torch.int64)
+
+
+def _places(sizes: torch.Tensor, most: int) -> torch.Tensor:
+    """Where the packed rows are among those of [time, batch], ``most`` sequences wide."""
+    return (torch.arange(most) < sizes[:, None]).flatten().nonzero().squeeze(1)
+
+
+def _packed(input: Any, lengths: Any, batch_first: bool) -> Any:
+    meta = torch.empty(input.shape, dtype=input.dtype, device="meta")
+    _, sizes = torch_private.pack_padded(meta, _plain(lengths), batch_first)  # torch's own checks
+    steps = input.transpose(0, 1) if batch_first else input
+    return steps[: len(sizes)].flatten(0, 1).index_select(0, _places(sizes, steps.shape[1])), sizes
+
+
+def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int) -> Any:
+    sizes = _plain(batch_sizes)
+    meta = torch.empty(data.shape, dtype=data.dtype, device="meta")
+    whole, lengths = torch_private.pad_packed(meta, sizes, False, padding_value, total_length)
+    time, batch = whole.shape[:2]
+    rows = data.new_full((time * batch, *data.shape[1:]), padding_value).index_copy(0, _places(sizes, batch), data)
+    steps = rows.unflatten(0, (time, batch))
+    return steps.transpose(0, 1) if batch_first else steps, lengths
+
+
+@rule(torch_private.pack_padded)
+def _pack(op: Op, *args: Any) -> None:
+    op.composite = _packed
+
+
+@rule(torch_private.pad_packed)
+def _pad(op: Op, *args: Any) -> None:
+    op.composite = _padded

@@ -1,0 +1,138 @@
+"""Small global functions that composites are made of: maxima of parts, and values that take their gradient from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..._base import torch_private
+from ...boxing import log, plan
+from ...distributed.world import world
+from ...sharding.sbp import broadcast, partial_sum
+from ..._tensor.global_tensor import GlobalTensor
+from .notation import Arg, Op
+from .registry import rule
+
+__all__ = ["AHEAD", "carry", "extremum", "extremum_with_gradient", "settled", "settling"]
+
+#: What boxing_log() says of a sum that begins before it is needed.
+AHEAD: Final = "settling"
+
+
+def settled(x: Tensor) -> Tensor:
+    """The same tensor with its partial sums reduced, and every split kept: say so once where a value is used several times."""
+    if has_torch_function((x,)):
+        return handle_torch_function(settled, (x,), x)
+    return x
+
+
+@rule(settled)
+def _settled(op: Op, x: Arg) -> None:
+    op.set(x, tuple(range(x.ndim)))
+    op.out = [tuple(range(x.ndim))]
+    op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
+
+
+def settling(x: Tensor) -> Callable[[], Tensor]:
+    """``settled`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
+    here = world()
+    if torch_private.function_mode_on():  # a recorder is at work: a program starts what it needs later by itself
+        return lambda: settled(x)
+    if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
+        return lambda: settled(x)
+    spec = x._spec
+    axes = [a for a, e in enumerate(spec.layout) if e is partial_sum]
+    whole = spec.replace(layout=[broadcast if a in axes else e for a, e in enumerate(spec.layout)])
+    route = plan(spec, whole)
+    if not route.bytes:
+        return lambda: settled(x)
+    log.watch(route, AHEAD)
+    local = x._local.detach().clone(memory_format=torch.contiguous_format)
+    handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(local.view(-1), "sum")
+
+    def wait() -> Tensor:
+        handle.wait()
+        return GlobalTensor.wrap(local, whole)
+
+    return wait
+
+
+def extremum(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
+    """Largest or smallest element over ``dims``, without a gradient; of no elements, the identity of the reduction."""
+    if has_torch_function((x,)):
+        return handle_torch_function(extremum, (x,), x, dims, keepdim, largest)
+    x = x.detach()
+    if all(x.shape[d] for d in dims):
+        if not dims:
+            return x.clone()
+        return (x.amax if largest else x.amin)(dims, keepdim)
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    return torch.full(shape, identity(x.dtype, largest), dtype=x.dtype, device=x.device)
+
+
+def identity(dtype: torch.dtype, largest: bool) -> float | int | bool:
+    """What does not change a maximum (minimum) of numbers of this type."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf" if largest else "inf")
+    info = torch.iinfo(dtype)
+    return info.min if largest else info.max
+
+
+@rule(extremum)
+def _extremum(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: bool) -> None:
+    names = tuple(range(x.ndim))
+    op.set(x, names)
+    op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
+    op.reduce = dict.fromkeys(dims, "max" if largest else "min")
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dims, ctx.keepdim = dims, keepdim
+        return value.clone() if keepdim else value.reshape([n for d, n in enumerate(value.shape) if d not in dims]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        grad = grads[0]
+        if not ctx.keepdim:
+            for d in ctx.dims:
+                grad = grad.unsqueeze(d)
+        return None, grad * weight, None, None, None
+
+
+def carry(value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No rounding touches the value."""
+    if has_torch_function((value, x, weight)):
+        return handle_torch_function(carry, (value, x, weight), value, x, weight, dims, keepdim)
+    return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@rule(carry)
+def _carry(op: Op, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool) -> None:
+    names = tuple(range(x.ndim))
+    op.set(x, names)
+    op.set(weight, names)
+    op.set(value, [None if d in dims else d for d in names])
+    op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
+    op.reduce = dict.fromkeys(dims, "sum")
+    op.addends = frozenset([value.index])
+    op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
+
+
+def extremum_with_gradient(x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
+    """The largest (smallest) element over ``dims``, exact wherever they are split; its gradient is shared evenly among equals, as torch does."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return extremum(x, dims, keepdim, largest)
+    x = settled(x)
+    value = settled(extremum(x, dims, True, largest))
+    mask = (x.detach() == value).to(x.dtype)
+    return carry(value, x, mask / mask.sum(dims, True), dims, keepdim)

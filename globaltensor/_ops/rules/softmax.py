@@ -1,0 +1,91 @@
+"""The softmax family. Over a split dim it is written with global ops: the maximum, the sum of exponentials, the quotient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .partial_extrema import extremum, settled
+from .notation import Arg, Op
+from .helpers import canonical, dims_of, reduced, register, split_in
+from .registry import composite, rule
+
+__all__: list[str] = []
+
+
+def _implicit(ndim: int) -> int:
+    # What torch takes for dim=None, with a warning of its own.
+    return 0 if ndim in (0, 1, 3) else 1
+
+
+def _bind(name: str) -> Any:
+    """The argument list of one spelling -> (x, dim, dtype)."""
+    if name == "F":
+        return lambda input, dim=None, _stacklevel=3, dtype=None: (input, _implicit(input.ndim) if dim is None else dim, dtype)
+    return lambda input, dim, dtype=None: (input, dim, dtype)
+
+
+def _family(kind: str) -> None:
+    for function, spelling in [
+        (getattr(torch, kind, None), "torch"), (getattr(Tensor, kind, None), "torch"), (getattr(torch.special, kind, None), "torch"), (getattr(F, kind), "F"),
+    ]:  # fmt: skip
+        if function is not None:
+            bind = _bind(spelling)
+
+            def describe(op: Op, *args: Any, bind: Any = bind, **kwargs: Any) -> None:
+                x, dim, _ = bind(*args, **canonical(kwargs))
+                dims = dims_of(x, dim)
+                if split_in(x, dims) and x.shape[dims[0]]:
+                    op.compose(lambda *a, **k: _over_split(kind, *bind(*a, **canonical(k))))
+                reduced(op, x, dims, True, None)
+                op.out = [op.dims[x.index]]
+
+            register(function, describe)
+
+
+def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    result = dtype or x.dtype
+    # torch computes in single precision where the type is narrower.
+    x = settled(x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result))
+    dims = dims_of(x, dim)
+    if kind == "softmin":
+        x = -x
+    shifted = x - settled(extremum(x, dims, True, True))
+    powers = shifted.exp()
+    total = settled(powers.sum(dims, keepdim=True))
+    out = shifted - total.log() if kind == "log_softmax" else powers / total
+    return out.to(result)
+
+
+for _kind in ("softmax", "log_softmax", "softmin"):
+    _family(_kind)
+
+
+@rule("logsumexp")
+def _logsumexp(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(input: Arg, dim: Any, keepdim: bool = False) -> None:
+        reduced(op, input, dims_of(input, dim), keepdim, None)
+
+    describe(*args, **canonical(kwargs))
+
+
+def _splits(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+    dims = dims_of(input, canonical(kwargs).get("dim", dim))
+    return split_in(input, dims) and all(input.shape[d] for d in dims)
+
+
+@composite("logsumexp", _splits)
+def _split_logsumexp(*args: Any, **kwargs: Any) -> Tensor:
+    def run(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+        x, dims = settled(input), dims_of(input, dim)
+        top = settled(extremum(x, dims, True, True))
+        # Infinite maxima would give inf - inf.
+        top = torch.where(top.isinf(), 0.0, top)
+        sums = settled((x - top).exp().sum(dims, keepdim=True))
+        total = sums.log() + top
+        return total if keepdim else total.sum(dims)
+
+    return run(*args, **canonical(kwargs))

@@ -1,0 +1,296 @@
+"""sort, argsort, msort, kthvalue, median along a dim. Over a split dim without gathering it: each rank sorts its part, and a search (a few bits a round,
+counts summed up) finds the elements that stand at given places in the order of all.
+
+kthvalue and median are such an element. A sort is a sample sort with exact splitters, the elements at the ranks' borders, so the result lies balanced:
+they tell where to cut each part, one all-to-all brings every rank the pieces it holds in the result, and it merges them. Stable in every case. Where
+many lanes lie side by side it is cheaper to split those, and for few elements to gather them: the price decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...boxing import log
+from ...boxing.halo_exchange import share
+from ...cluster import current_cluster
+from ...distributed.world import world
+from ...errors import FormError
+from .strategy import Choice
+from .spatial.halo import is_spread
+from .notation import Arg, Op, Split
+from .helpers import canonical, dims_of, reduced, split_in
+from .registry import rule
+from .scan import Place
+
+__all__: list[str] = []
+
+_BITS = 4  # of a key that one round of the search settles
+_COMPARISON = 1e-9  # seconds of sorting for each element and level
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
+
+def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
+    """Integers in the order in which ``x`` is sorted (a NaN is the largest, both zeros are equal) -> (int64, how many bits they have)."""
+    if x.dtype.is_floating_point:
+        x = x.float() if x.dtype.itemsize < 4 else x
+        whole, bits = (torch.int64, 64) if x.dtype == torch.float64 else (torch.int32, 32)
+        raw = (x + 0.0).view(whole)  # -0.0 + 0.0 is 0.0
+        keys = torch.where(raw < 0, raw ^ torch.iinfo(whole).max, raw)
+        keys = torch.where(x.isnan(), torch.iinfo(whole).max, keys).long()
+    else:
+        keys, bits = x.long(), 8 * x.dtype.itemsize + (x.dtype == torch.uint8) * _BITS  # a number without sign needs a bit more
+    return (~keys if descending else keys), bits
+
+
+def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    """The key that stands at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys, of which ``lanes`` [lanes, here] are here, sorted."""
+    comm = world().comm(ranks)
+    log.exchange("search in a split dim", lanes.shape[0] * targets.shape[1] * bits // _BITS * (1 << _BITS) * 8)
+    digits = torch.arange(1 << _BITS, device=lanes.device)
+    least = torch.full((), -(1 << (bits - 1)), dtype=torch.int64, device=lanes.device)
+    found = least.expand(lanes.shape[0], targets.shape[1]).contiguous()
+    goal = targets.unsqueeze(-1)
+    for shift in range(bits - _BITS, -1, -_BITS):
+        candidates = found.unsqueeze(-1) + (digits << shift)
+        smaller = comm.all_reduce(torch.searchsorted(lanes, candidates.flatten(1)).view(candidates.shape))
+        # Of the first candidate there are never too many smaller ones.
+        digit = (smaller <= goal).sum(-1) - 1
+        found = found + (digit << shift)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- the exchange
+
+
+class _Route(NamedTuple):
+    """Which elements go where. ``order``: the local elements (lanes in a row) in the order in which they are sent, ``sends`` to each rank; ``receives``
+    from each; ``places``: which of those received is each element of the result."""
+
+    ranks: tuple[int, ...]
+    order: Tensor
+    sends: list[int]
+    receives: list[int]
+    places: Tensor
+
+
+def _there(flat: Tensor, route: _Route) -> Tensor:
+    came = world().comm(route.ranks).all_to_all(flat[route.order].split(route.sends), route.receives, fresh=False)
+    return torch.cat(came)
+
+
+class _Routed(torch.autograd.Function):
+    """Elements in the order of a route; ``back``: from there to where they were. ``came``: what they exchange, where that is done already."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
+        ctx.route, ctx.back = route, back
+        if not back:
+            return (_there(flat, route) if came is None else came)[route.places]
+        received = torch.empty_like(flat)
+        received[route.places] = flat
+        came = torch.cat(world().comm(route.ranks).all_to_all(received.split(route.receives), route.sends, fresh=False))
+        out = torch.empty_like(came)
+        out[route.order] = came
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back, None), None, None, None  # type: ignore[no-untyped-call]
+
+
+def _planned(lanes: Tensor, descending: bool, place: Place, ends: list[int]) -> tuple[_Route, Tensor]:
+    """The route of ``lanes`` [lanes, here] to ranks whose parts of the result end at ``ends``, and what comes here by it."""
+    keys, bits = keys_of(lanes, descending)
+    count, here = keys.shape
+    local, order = keys.sort(dim=1, stable=True)
+    total = sum(place.lengths)
+    inner = [e for e in ends[:-1] if e < total]  # the element at each of these is the first of another rank
+    cuts = torch.full((count, len(ends) - 1), here, device=keys.device)
+    if inner:
+        borders = torch.tensor([inner], device=keys.device)
+        first = _searched(local, bits, borders, place.ranks)
+        less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
+        every = share(torch.stack([less, upto - less]), place.ranks)
+        # Of those equal to it, the ranks' in turn, as many as still fit in front.
+        short = borders - every[:, 0].sum(0)
+        mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
+        cuts[:, : len(inner)] = less + mine
+    counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(count, 1))
+    every = share(counts, place.ranks)  # [from, lanes, to]
+    sending = order.flatten()
+    if count > 1:  # one lane is in the order of the ranks as it is
+        steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
+        towards = torch.searchsorted(cuts, steps, right=True)
+        sending = (order + torch.arange(count, device=keys.device).unsqueeze(1) * here).flatten()[towards.flatten().sort(stable=True).indices]
+    sizes = every.sum(1).tolist()
+    route = _Route(place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending)
+    came = _there(lanes.flatten(), route)
+    # By key, and among equals in the order in which they came: that of the ranks, and on each that of its elements. Then lane by lane.
+    places = keys_of(came, descending)[0].sort(stable=True).indices
+    if count > 1:
+        lane = torch.cat([torch.arange(count, device=keys.device).repeat_interleave(c) for c in every[:, :, place.index].unbind(0)])
+        places = places[lane[places].sort(stable=True).indices]
+    return route._replace(places=places), came
+
+
+def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
+    """The lanes along ``d`` -> ([lanes, here], the shape of the other dims)."""
+    rows = x.movedim(d, -1)
+    rest = tuple(rows.shape[:-1])
+    return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
+
+
+def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    place, out = Place.of(split, d), split.outs[0]
+    ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        lanes, rest = _lanes(x, d)
+        shape = (*rest, split.out_shape()[d])
+        if not len(lanes):
+            return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(split.out_shape(), dtype=torch.int64)
+        route, came = _planned(lanes.detach(), descending, place, ends)
+        at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(lanes.shape)
+        values = _Routed.apply(lanes.flatten(), route, False, came)  # type: ignore[no-untyped-call]
+        places = _there(at.flatten(), route)[route.places]
+        return values.view(shape).movedim(-1, d), places.view(shape).movedim(-1, d)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------- one element
+
+
+def _selected(split: Split, d: int, keepdim: bool, goal: Callable[[Tensor, tuple[int, ...], int], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and where it stands: of equals the first."""
+    place, n = Place.of(split, d), split.ins[0].shape[d]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        lanes, rest = _lanes(x, d)
+        keys, bits = keys_of(lanes.detach(), False)
+        ordered, order = keys.sort(dim=1, stable=True)
+        found = _searched(ordered, bits, goal(lanes.detach(), place.ranks, n), place.ranks)
+        at = torch.searchsorted(ordered, found)
+        if place.length:
+            mine = torch.searchsorted(ordered, found, right=True) > at
+            local = order.gather(1, at.clamp(max=place.length - 1))
+            value, where = lanes.gather(1, local), torch.where(mine, local + place.offset, n)
+        else:
+            value, where = lanes.sum(1, keepdim=True).to(x.dtype), torch.full_like(at, n)
+        first, owner = share(where, place.ranks).min(0)
+        value = share(value, place.ranks).gather(0, owner.unsqueeze(0))[0]
+        value, first = (t.view((*rest, 1)).movedim(-1, d) for t in (value, first))
+        return (value, first) if keepdim else (value.squeeze(d), first.squeeze(d))
+
+    return run
+
+
+def _middle(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
+    """The lower median; of a lane that holds a NaN, the NaN."""
+    lacking = _nans(lanes, ranks)
+    return torch.where(lacking > 0, n - 1, (n - 1) // 2)
+
+
+def _middle_of_numbers(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
+    """The lower median of what is no NaN."""
+    return (n - 1 - _nans(lanes, ranks)).clamp(min=0) // 2
+
+
+def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    if not lanes.dtype.is_floating_point:
+        return torch.zeros(len(lanes), 1, dtype=torch.int64, device=lanes.device)
+    return world().comm(ranks).all_reduce(lanes.isnan().sum(1, keepdim=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+_NO_ORDER = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]) -> None:
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        x, dim, descending = _bind(*args, **canonical(kwargs))
+        dims = dims_of(x, default if dim is None else dim)
+        reduced(op, x, dims, True, None, results)
+        if not any(map(x.is_split, dims)) or x.dtype.is_complex or x.dtype in _NO_ORDER:
+            return
+        d = dims[0]
+        op.whole, op.exchanges = set(), {d}
+        op.out = [op.dims[x.index]] * results
+        if split_in(x, dims):
+            op.traffic = lambda choice: _seconds(choice, d, True)
+
+        def local(split: Split) -> Callable[..., Any]:
+            if not is_spread(split, d):
+                return getattr(torch, name)  # type: ignore[no-any-return]
+            run = _sorted(split, d, descending)
+            return lambda input, *args, **kwargs: make(run(input))
+
+        op.local = local
+
+    rule(name)(describe)
+
+
+def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = False) -> tuple[Arg, int | None, bool]:
+    if isinstance(dim, bool):  # the form that begins with `stable` has no other positions
+        raise FormError("a flag in the place of dim")
+    return input, dim, descending
+
+
+def _seconds(choice: Choice, d: int, moving: bool) -> float:
+    """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the exchange."""
+    spec, cluster = choice.ins[0], current_cluster()
+    here, n = max(1, spec.local_numel()), spec.shape[d]
+    seconds = _COMPARISON * here * math.log2(n + 1)
+    if d not in choice.factors:
+        return seconds
+    ranks = spec.placement.fiber(spec.placement.flat[0], choice.factors[d])
+    lanes = here // max(1, spec.local_shape(spec.placement.flat[0])[d])
+    rounds = math.ceil(8 * spec.dtype.itemsize / _BITS)
+    counted = cluster.seconds("all_reduce", lanes * (len(ranks) - 1) * 8 << _BITS, ranks)
+    # Values and their places move.
+    return (1 + moving) * seconds + rounds * counted + 2 * moving * cluster.seconds("all_to_all", here * 8, ranks)
+
+
+_declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
+_declare("argsort", 1, -1, lambda found: found[1])
+_declare("msort", 1, 0, lambda found: found[0])
+
+
+def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -> None:
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        x, dim, keepdim, goal = bind(*args, **canonical(kwargs))
+        dims = dims_of(x, dim)
+        reduced(op, x, dims, keepdim, None, 1 if dim is None else 2)
+        if dim is None or not split_in(x, dims) or x.dtype.is_complex or x.dtype in _NO_ORDER:
+            return
+        d, kind = dims[0], getattr(torch.return_types, name)
+        op.whole, op.exchanges = set(), {d}
+        op.traffic = lambda choice: _seconds(choice, d, False)
+
+        def local(split: Split) -> Callable[..., Any]:
+            if not split.is_split(d):
+                return getattr(torch, name)  # type: ignore[no-any-return]
+            run = _selected(split, d, keepdim, goal)
+            return lambda input, *args, **kwargs: kind(run(input))
+
+        op.local = local
+
+    rule(name)(describe)
+
+
+def _at(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Arg, int | None, bool, Any]:
+    return input, dim, keepdim, lambda lanes, ranks, n: torch.full((1, 1), k - 1, device=lanes.device)
+
+
+_select("kthvalue", _at)
+_select("median", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle))
+_select("nanmedian", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle_of_numbers))

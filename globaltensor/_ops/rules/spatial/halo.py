@@ -1,0 +1,199 @@
+"""Ops over a split dim whose results need elements of neighbours: each rank fetches what its part of the result is made of, and nothing more.
+
+A rule says for an interval of the result which positions of the operand it takes; ranks of the dim exchange those (boxing/halo_exchange.py). The result lies
+balanced in its own size, whatever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....boxing.halo_exchange import Interval, Reach, fetch
+from ....distributed.world import world
+from ....sharding.spec import Spec
+from ..notation import Split
+
+__all__ = [
+    "Geometry", "Window", "clipped", "fibers", "interval", "is_spread", "laid_out", "moved", "padded",
+    "pair_up", "reach_of", "settle_windows", "split_room", "weighed",
+]  # fmt: skip
+
+
+def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
+    """The ranks that hold the rest of ``dim``, in its order, ``rank`` included."""
+    return spec.placement.fiber(rank, spec.axes_of(dim))
+
+
+def split_room(split: Split) -> list[int]:
+    """The dims of operand 0 along which its rule exchanges here: split, and over more than one rank."""
+    return [d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)]
+
+
+def is_spread(split: Split, dim: int) -> bool:
+    """Whether several ranks hold ``dim`` of operand 0."""
+    return len(fibers(split.ins[0], split.rank, dim)) > 1
+
+
+def reach_of(split: Split, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]) -> Reach:
+    """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of result 0 along ``out_dim`` that it makes."""
+    src, dst = split.ins[0], split.outs[0]
+    ranks = fibers(src, split.rank, dim)
+    parts = [interval(dst, r, out_dim) for r in ranks]
+    return Reach(ranks, split.rank, [interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
+
+
+def interval(spec: Spec, rank: int, dim: int) -> Interval:
+    """What of ``dim`` a rank holds."""
+    offsets, lengths = spec.box(rank)
+    return offsets[dim], offsets[dim] + lengths[dim]
+
+
+# ---------------------------------------------------------------------------------------------------------------- windows
+
+
+@dataclass(frozen=True)
+class Window:
+    """A kernel along one dim of ``size`` elements; ``left``: how much padding stands before them."""
+
+    size: int
+    kernel: int
+    stride: int
+    left: int
+    dilation: int = 1
+
+    def span(self, a: int, b: int) -> Interval:
+        """The positions, padding included, under the windows a to b; none where there is no window."""
+        start = a * self.stride - self.left
+        return (start, (b - 1) * self.stride - self.left + self.dilation * (self.kernel - 1) + 1) if a < b else (0, 0)
+
+    def sources(self, a: int, b: int) -> Interval:
+        """The elements whose spread kernels (those of a transposed convolution) reach the results a to b."""
+        low = -(-(a + self.left - self.dilation * (self.kernel - 1)) // self.stride)
+        return clipped((low, (b - 1 + self.left) // self.stride + 1), self.size) if a < b else (0, 0)
+
+
+def clipped(interval: Interval, n: int) -> Interval:
+    """The part of an interval within 0 to ``n``."""
+    low = min(max(interval[0], 0), n)
+    return low, max(low, min(interval[1], n))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one rank does along one dim: fetch by ``reach`` (None: it has the dim whole), then pad, so that it stands on ``start`` to ``stop``."""
+
+    dim: int
+    reach: Reach | None
+    start: int
+    stop: int
+    left: int
+    right: int
+    mine: Interval  # which windows are its own
+
+
+def settle_windows(split: Split, windows: dict[int, Window], split_dims: Sequence[int]) -> list[Geometry]:
+    """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand where those of the operand do."""
+    found = []
+    for d, w in windows.items():
+        mine = interval(split.outs[0], split.rank, d)
+        start, stop = w.span(*mine)
+        if d in split_dims:
+            reach = reach_of(split, d, d, lambda a, b, w=w: [clipped(w.span(a, b), w.size)])  # type: ignore[misc]
+            low, high = clipped((start, stop), w.size)
+            left = min(stop - start, max(0, -start))
+            found.append(Geometry(d, reach, start, stop, left, stop - start - left - (high - low), mine))
+        else:
+            found.append(Geometry(d, None, start, stop, -start, max(0, stop - w.size), mine))
+    return found
+
+
+def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Tensor:
+    """A local part with what its windows reach over: fetched from neighbours, and padding at the ends."""
+    for g in geometry:
+        if g.reach is not None:
+            x = fetch(x, g.dim, g.reach)
+    return padded(x, {g.dim: (g.left, g.right) for g in geometry}, value)
+
+
+def padded(x: Tensor, sides: dict[int, Interval], value: float = 0.0) -> Tensor:
+    """Pad (negative: crop) dims on both sides with a value."""
+    sides = {d: s for d, s in sides.items() if s != (0, 0)}
+    if not sides:
+        return x
+    flat = [n for d in range(x.ndim - 1, min(sides) - 1, -1) for n in sides.get(d, (0, 0))]
+    return F.pad(x, flat, "constant", value)
+
+
+def pair_up(value: int | Sequence[int], space: int) -> tuple[int, ...]:
+    """One number for each dim of space, as torch reads an int or a list."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return tuple(int(v) for v in (values * space if len(values) == 1 else values))
+
+
+# ---------------------------------------------------------------------------------------------------------------- elements that change places
+
+
+def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """The function that gives a rank its part of a result whose element i along ``dim`` is the operand's at position ``positions``.
+
+    ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may stand at the ends only.
+    """
+
+    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
+    a, b = interval(split.outs[0], split.rank, dim)
+    here = positions(a, b) if a < b else np.empty(0, dtype=np.int64)
+    filled = here < 0
+    left = len(here) if filled.all() else int(np.argmin(filled))
+    right = len(here) - left - int((~filled).sum())
+    order = np.searchsorted(_needed(here), here[left : len(here) - right])
+    straight = np.array_equal(order, np.arange(reach.length))
+    back = np.array_equal(order, np.arange(reach.length)[::-1])
+    index = torch.from_numpy(order).to(world().device(split.outs[0].placement.type))
+
+    def run(x: Tensor) -> Tensor:
+        x = fetch(x, dim, reach)
+        if not straight:
+            x = x.flip(dim) if back else x.index_select(dim, index)
+        return padded(x, {dim: (left, right)}, value)
+
+    return run
+
+
+def weighed(split: Split, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> Callable[[Tensor], Tensor]:
+    """The function that gives a rank its part of a result whose elements along ``dim`` are weighted sums of a few of the operand's.
+
+    ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b - a].
+    """
+    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
+    positions, weights = taps(*interval(split.outs[0], split.rank, dim))
+    device, shape = world().device(split.outs[0].placement.type), [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))]
+    places = torch.from_numpy(np.searchsorted(_needed(positions), positions)).to(device)
+    shares = torch.from_numpy(weights).to(device)
+
+    def run(x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = fetch(x, dim, reach)
+        x = x.float() if dtype.itemsize < 4 else x
+        out = torch.zeros((), dtype=x.dtype, device=x.device)
+        for at, share in zip(places, shares.to(x.dtype), strict=True):
+            out = out + x.index_select(dim, at) * share.view(shape)
+        return out.to(dtype)
+
+    return run
+
+
+def _runs(needed: np.ndarray) -> list[Interval]:
+    """Ascending positions as intervals."""
+    breaks = np.flatnonzero(np.diff(needed) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, breaks) if len(run)]
+
+
+def _needed(positions: np.ndarray) -> np.ndarray:
+    found = np.unique(positions)
+    return found[found >= 0]

@@ -1,0 +1,163 @@
+"""The largest and their places: max and min, argmax and argmin, topk. Of a split dim each rank sends only its own candidates, and the best are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...boxing.halo_exchange import Reach, fetch, share
+from .notation import Arg, Op, Split, align
+from .helpers import canonical, dims_of, reduced, split_in
+from .reduction import amax, has_split
+from .registry import rule
+from .scan import Place
+
+__all__: list[str] = []
+
+
+def _reduces(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
+    """Describe a reduction of ``dims``: those that are split may stay so, and every rank has the result."""
+    reduced(op, x, dims, keepdim, None, results)
+    op.exchanges = {d for d in dims if split_in(x, [d])}
+    op.whole -= op.exchanges
+
+
+# ---------------------------------------------------------------------------------------------------------------- the best of a dim
+
+
+def _best(split: Split, d: int, largest: bool, keepdim: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The largest (smallest) along a split dim with its place: of equals the first; of NaNs too, which count as the best."""
+    place = Place.of(split, d)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        if place.length:
+            value, at = x.max(d, keepdim=True) if largest else x.min(d, keepdim=True)
+            at = at + place.offset
+        else:
+            value = x.sum(d, keepdim=True).to(x.dtype)
+            at = torch.zeros_like(value, dtype=torch.int64)
+        values, places = share(value, place.ranks)[place.present], share(at, place.ranks)[place.present]
+        best, which = values.max(0) if largest else values.min(0)
+        at = places.gather(0, which.unsqueeze(0))[0]
+        return (best, at) if keepdim else (best.squeeze(d), at.squeeze(d))
+
+    return run
+
+
+def _max_or_min(name: str) -> None:
+    """``max`` is three functions: of all elements, over a dim with indices, and of two tensors element by element."""
+
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        kwargs = canonical(kwargs)
+        if len(op.args) == 2:
+            op.dims, result = align([a.shape for a in op.args])
+            op.out = [result]
+            return
+
+        def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
+            if dim is None and has_split(input):
+                op.compose(amax(name == "max"))
+            elif dim is None:
+                reduced(op, input, dims_of(input, None), False, None)
+            else:
+                dims = dims_of(input, dim)
+                _reduces(op, input, dims, keepdim, 2)
+                if op.exchanges:
+                    op.local = lambda split: _named(name, split, dims[0], keepdim)
+
+        bind(*args, **kwargs)
+
+    rule(name)(describe)
+
+
+def _named(name: str, split: Split, d: int, keepdim: bool) -> Callable[..., Any]:
+    if not split.is_split(d):
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    run, kind = _best(split, d, name == "max", keepdim), getattr(torch.return_types, name)
+    return lambda input, *args, **kwargs: kind(run(input))
+
+
+_max_or_min("max")
+_max_or_min("min")
+
+
+def _arg(name: str) -> None:
+    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
+            dims = dims_of(input, dim)
+            _reduces(op, input, dims, keepdim, 1)
+            if op.exchanges:
+                op.local = lambda split: _place(name, split, None if dim is None else dims[0], keepdim)
+
+        bind(*args, **canonical(kwargs))
+
+    rule(name)(describe)
+
+
+def _place(name: str, split: Split, d: int | None, keepdim: bool) -> Callable[..., Tensor]:
+    over = [f for f in split.op.exchanges if split.is_split(f)]
+    if not over:
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if d is not None:
+        best = _best(split, d, name == "argmax", keepdim)
+        return lambda input, *args, **kwargs: best(input.detach())[1]
+    return lambda input, *args, **kwargs: _of_all(name == "argmax", split, over, input.detach())
+
+
+def _of_all(largest: bool, split: Split, over: list[Any], x: Tensor) -> Tensor:
+    """The place, in the whole tensor's elements in a row, of the first that is the best."""
+    spec = split.ins[0]
+    ranks = spec.placement.fiber(split.rank, sorted(a for f in over for a in split.factors[f]))
+    offsets, shape = spec.box(split.rank)[0], spec.shape
+    here = x.flatten()
+    if len(here):
+        at = here.argmax() if largest else here.argmin()
+        value, rest, place, step = here.gather(0, at.reshape(1)).squeeze(0), at, torch.zeros_like(at), 1  # here[at] would ask for the number
+        for n, whole, offset in zip(reversed(x.shape), reversed(shape), reversed(offsets), strict=True):
+            place = place + (rest % n + offset) * step
+            rest, step = rest // n, step * whole
+    else:
+        value, place = x.new_zeros(()), torch.zeros((), dtype=torch.int64, device=x.device)
+    present = [i for i, r in enumerate(ranks) if 0 not in spec.local_shape(r)]
+    values, places = share(value, ranks)[present], share(place, ranks)[present]
+    best = values.max() if largest else values.min()
+    equal = torch.where(best.isnan(), values.isnan(), values == best)  # a NaN is the best, where there is one
+    found = torch.where(equal, places, spec.numel).min()
+    return found.reshape(split.out_shape())
+
+
+_arg("argmax")
+_arg("argmin")
+
+
+# ---------------------------------------------------------------------------------------------------------------- the best k
+
+
+@rule("topk")
+def _topk(op: Op, *args: Any, **kwargs: Any) -> None:
+    def bind(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:
+        dims = dims_of(input, dim)
+        _reduces(op, input, dims, True, 2)
+        if op.exchanges:
+            op.local = lambda split: _best_k(split, dims[0], k, largest, sorted) if split.is_split(dims[0]) else torch.topk
+
+    bind(*args, **canonical(kwargs))
+
+
+def _best_k(split: Split, d: int, k: int, largest: bool, in_order: bool) -> Callable[..., Any]:
+    place = Place.of(split, d)
+    sent = [min(k, n) for n in place.lengths]
+    ends = [0, *accumulate(sent)]
+    reach = Reach(place.ranks, split.rank, list(pairwise(ends)), [[(0, ends[-1])]] * len(sent))
+
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        values, at = input.topk(sent[place.index], d, largest)
+        values, at = fetch(values, d, reach), fetch(at + place.offset, d, reach)
+        best, which = values.topk(k, d, largest, in_order)
+        return torch.return_types.topk((best, at.gather(d, which)))
+
+    return run

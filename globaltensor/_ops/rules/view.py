@@ -1,0 +1,464 @@
+"""Views: the same elements seen in another shape or order, or a part of them; and casts.
+
+All are linear and pass any partial through, as the same elements come out. A view stays a view: the local tensor is viewed by the same function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import FormError
+from ..._tensor.view_tracking import MovedView
+from ...sharding.sbp import broadcast
+from .slicing import cut, stays_split, takes
+from .notation import Arg, Op, Split
+from .registry import RULES, Rule, rule, spellings
+
+__all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "regroup"]
+
+
+def passes(op: Op) -> None:
+    """The elements of all operands come out unchanged: partials of any kind pass through, from all operands together."""
+    op.linear, op.carries = [frozenset(range(len(op.args)))], True
+
+
+def identity(op: Op, x: Arg) -> None:
+    """One result with the dims of ``x``."""
+    op.set(x, range(x.ndim))
+    op.out = [op.dims[x.index]]
+
+
+def each_spelling(name: str, describe_for: Callable[[str], Callable[..., None]]) -> None:
+    """For rules whose local function must know whether it writes in place: ``describe_for`` gets the method's name, with ``_`` where it does."""
+    for f, inplace in spellings(name):
+        RULES[f] = Rule(name, describe_for(name + "_" * inplace), inplace=inplace)
+
+
+def on_meta(x: Arg, name: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, shape: Sequence[int] | None = None) -> Any:
+    """What the method ``name`` makes of an empty tensor like ``x``: torch itself resolves -1, negative dims and varargs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device="meta"), name)(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------- reshape
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Cut two shapes of one tensor into runs of dims of equal product -> (from, to) in the old and (from, to) in the new.
+
+    >>> list(groups((2, 6, 5), (12, 1, 5)))
+    [(0, 2, 0, 1), (2, 3, 2, 3)]
+    """
+    if 0 in old:
+        yield from _groups_of_nothing(old, new)
+        return
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and (old[i] == 1) and not (j < len(new) and new[j] == 1):
+            i += 1
+        elif j < len(new) and new[j] == 1 and not (i < len(old) and old[i] == 1):
+            j += 1
+        else:
+            a, b, p, q = i, j, old[i], new[j]
+            i, j = i + 1, j + 1
+            while p != q:
+                if p < q:
+                    p, i = p * old[i], i + 1
+                else:
+                    q, j = q * new[j], j + 1
+            yield a, i, b, j
+
+
+def _groups_of_nothing(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Without elements products say nothing; dims that are equal from either end are the same dims."""
+    front = back = 0
+    while front < min(len(old), len(new)) and old[front] == new[front]:
+        front += 1
+    while back < min(len(old), len(new)) - front and old[-1 - back] == new[-1 - back]:
+        back += 1
+    yield from ((d, d + 1, d, d + 1) for d in range(front))
+    yield from ((len(old) - d, len(old) - d + 1, len(new) - d, len(new) - d + 1) for d in range(back, 0, -1))
+
+
+def regroup(op: Op, x: Arg, shape: Sequence[int]) -> None:
+    """``x`` seen in another shape: the leading dim of each group may be split, in units that end at an element of both shapes."""
+    dims: list[Any] = [None] * x.ndim
+    out: list[Any] = [None] * len(shape)
+    for a, b, c, d in groups(x.shape, shape):
+        inner, outer = math.prod(x.shape[a + 1 : b]), math.prod(shape[c + 1 : d])
+        unit = math.lcm(inner, outer) or 1
+        dims[a] = out[c] = ("group", a)
+        if inner and outer:
+            op.scale[x.index, a], op.scale[~0, c] = unit // inner, unit // outer
+    op.set(x, dims)
+    op.out, op.view = [tuple(out)], True
+    passes(op)
+
+
+def _seen_as(method: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    return lambda input, *args, **kwargs: method(input, shape)
+
+
+def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
+    method = getattr(torch.Tensor, by)
+
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        result = on_meta(input, name, args, kwargs)
+        if result.dtype != input.dtype:
+            _view_as_dtype(op, input, result)
+            return
+        regroup(op, input, result.shape)
+        op.local = lambda split: _seen_as(method, split.out_shape())
+
+    return describe
+
+
+def _view_as_dtype(op: Op, x: Arg, result: torch.Tensor) -> None:
+    """The same bytes read as another dtype: the last dim shrinks or grows."""
+    identity(op, x)
+    op.view = True
+    # torch looks at the strides of an empty part, too.
+    op.local = lambda split: None if 0 not in split.out_shape() else lambda input, *args, **kwargs: input.new_empty(split.out_shape(), dtype=result.dtype)
+    if x.ndim and x.shape[-1] != result.shape[-1]:
+        wide, narrow = max(x.dtype.itemsize, result.dtype.itemsize), min(x.dtype.itemsize, result.dtype.itemsize)
+        op.scale[0 if x.dtype.itemsize < result.dtype.itemsize else ~0, x.ndim - 1] = wide // narrow
+
+
+rule("view")(_reshaped("view", by="view"))
+for _name in ("reshape", "flatten", "ravel"):
+    rule(_name)(_reshaped(_name))
+rule("unflatten")(_reshaped("unflatten", by="view"))
+
+
+def _like_another(name: str, function: Callable[[Any, Any], Any]) -> None:
+    # Only the other's shape or dtype matters, so how it lies must not.
+    rule(name)(lambda op, input, other: setattr(op, "composite", function))
+
+
+_like_another("view_as", lambda input, other: input.view(other.shape))
+_like_another("reshape_as", lambda input, other: input.reshape(other.shape))
+_like_another("expand_as", lambda input, other: input.expand(other.shape))
+_like_another("type_as", lambda input, other: input.to(other.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------- one dim to one dim
+
+
+def _permuted(name: str) -> Callable[..., None]:
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        identity(op, input)
+        # Sizes 0, 1, 2, ... tell which dim went where.
+        order = on_meta(input, name, args, kwargs, shape=range(input.ndim)).shape
+        op.out, op.view = [tuple(order)], True
+        passes(op)
+
+    return describe
+
+
+for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "adjoint"]:
+    rule(_name)(_permuted(_name))
+
+
+def _getter(name: str) -> None:
+    function = getattr(torch.Tensor, name).__get__
+
+    def describe(op: Op, x: Arg) -> None:
+        identity(op, x)
+        dims = list(range(x.ndim))
+        if name in ("mT", "mH"):
+            dims[-2:] = dims[:-3:-1]
+        else:
+            dims.reverse()
+        op.out, op.view = [tuple(dims)], True
+        passes(op)
+
+    RULES[function] = Rule(name, describe)
+
+
+for _name in ("T", "mT", "H", "mH"):
+    _getter(_name)
+
+
+def _squeeze(op: Op, input: Arg, dim: Any, more: tuple[int, ...], name: str) -> None:
+    named = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim, *more)
+    gone = {input.dim(d) for d in named} & {d for d, n in enumerate(input.shape) if n == 1}
+    op.set(input, [None if d in gone else d for d in range(input.ndim)])
+    op.out, op.view = [tuple(d for d in range(input.ndim) if d not in gone)], True
+    passes(op)
+    # A part may have dims of size 1 that the whole has not.
+    op.local = lambda split: lambda input, *args, **kwargs: getattr(input, name)(tuple(gone))
+
+
+each_spelling("squeeze", lambda name: lambda op, input, dim=None, *more: _squeeze(op, input, dim, more, name))
+
+
+@rule("unsqueeze")
+def _unsqueeze(op: Op, input: Arg, dim: int) -> None:
+    identity(op, input)
+    d = dim % (input.ndim + 1)
+    op.out, op.view = [(*range(d), None, *range(d, input.ndim))], True
+    passes(op)
+
+
+@rule(["expand", "broadcast_to"])
+def _expand(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    shape = on_meta(input, "expand", args or (kwargs["size"],)).shape
+    lead = len(shape) - input.ndim
+    op.set(input, [d if n == shape[lead + d] else None for d, n in enumerate(input.shape)])
+    op.out, op.view = [((None,) * lead + op.dims[input.index])], True
+    passes(op)
+    op.local = lambda split: lambda input, *args, **kwargs: input.expand(split.out_shape())
+
+
+@rule(["contiguous", "clone"])
+def _same(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    identity(op, input)
+    passes(op)
+
+
+@rule([torch.Tensor.detach, torch.detach])
+def _detach(op: Op, input: Arg) -> None:
+    _same(op, input)
+    op.view = True
+
+
+# ---------------------------------------------------------------------------------------------------------------- divide
+
+
+def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
+    """Several results that cut ``x`` along one dim. That is whole, or each result is split along it in its own size."""
+
+    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
+            op.composite = lambda input, *args, **kwargs: getattr(input, name)(*map(_number, args), **{k: _number(a) for k, a in kwargs.items()})
+            return
+        results = on_meta(input, name, args, kwargs)
+        d = dim_of(input, *args, **kwargs)
+        runs = _runs([r.shape[d] for r in results]) if name != "unbind" else []
+        over = bool(runs) and stays_split(input, d, runs)
+        op.set(input, [None if k == d and not over else k for k in range(input.ndim)])
+        one = op.dims[input.index]
+        op.out = [tuple(one[k] for k in range(input.ndim) if name != "unbind" or k != d)] * len(results)
+        op.view = True
+        passes(op)
+        if over:
+            op.exchanges = {d}
+            takes(op, {d: (d, runs)})
+            op.local = lambda split: _all_of(cut(split, d, d, runs))
+
+    return describe
+
+
+def _runs(sizes: Sequence[int]) -> list[range]:
+    """One after the other."""
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _first_of(parts: Callable[[torch.Tensor], Any] | None) -> Callable[..., Any] | None:
+    return None if parts is None else lambda input, *args, **kwargs: parts(input)[0]
+
+
+def _all_of(parts: Callable[[torch.Tensor], Any] | None) -> Callable[..., Any] | None:
+    return None if parts is None else lambda input, *args, **kwargs: parts(input)
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _dim_after(x: Arg, sizes: Any = None, dim: int = 0, **kwargs: Any) -> int:
+    return x.dim(dim)
+
+
+for _name in ["split", "split_with_sizes", "chunk", "tensor_split"]:
+    rule(_name)(_divided(_name, _dim_after))
+rule("unbind")(_divided("unbind", lambda x, dim=0: x.dim(dim)))
+rule("hsplit")(_divided("hsplit", lambda x, *a, **k: 0 if x.ndim == 1 else 1))
+rule("vsplit")(_divided("vsplit", lambda x, *a, **k: 0))
+rule("dsplit")(_divided("dsplit", lambda x, *a, **k: 2))
+
+
+@rule("narrow")
+def _narrow(op: Op, input: Arg, dim: int, start: int, length: int) -> None:
+    if isinstance(start, Arg):
+        raise FormError("the start is data")
+    d = input.dim(dim)
+    kept, runs = input.shape[d] == length, [range(start % max(input.shape[d], 1), start % max(input.shape[d], 1) + length)]
+    over = not kept and stays_split(input, d, runs)
+    op.set(input, [None if k == d and not kept and not over else k for k in range(input.ndim)])
+    op.out, op.view = [op.dims[input.index]], True
+    passes(op)
+    if kept:
+        op.local = lambda split: lambda input, *args, **kwargs: input.view(input.shape)
+    elif over:
+        op.exchanges = {d}
+        takes(op, {d: (d, runs)})
+        op.local = lambda split: _first_of(cut(split, d, d, runs))
+
+
+def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
+    """Element ``at`` of dim ``d`` with the dim kept; zeros where ``at`` lies outside. Always connected to ``x``, as its backward may communicate."""
+    here = 0 <= at < x.shape[d]
+    return x.narrow(d, at if here else 0, int(here)).sum(d, keepdim=True, dtype=x.dtype)
+
+
+@rule("select")
+def _select(op: Op, input: Arg, dim: int, index: int) -> None:
+    if isinstance(index, Arg):
+        raise FormError("the index is data")
+    d = input.dim(dim)
+    identity(op, input)
+    op.out, op.view = [tuple(k for k in range(input.ndim) if k != d)], True
+    # The rank that has the element contributes it, the others zeros.
+    op.reduce = {d: "max" if input.dtype == torch.bool else "sum"}
+    passes(op)
+    at = index % max(input.shape[d], 1)
+
+    def local(split: Split) -> Callable[..., torch.Tensor]:
+        if not split.is_split(d):
+            return lambda input, *args, **kwargs: input.select(d, at)
+        offset, _ = split.box(d)
+        return lambda input, *args, **kwargs: own(input, d, at - offset).squeeze(d)
+
+    op.local = local
+
+
+def _diagonals(op: Op, input: Arg, offset: int, first: int, second: int) -> None:
+    rows, columns = input.dim(first), input.dim(second)
+    n, m = input.shape[rows], input.shape[columns]
+    # A dim that the diagonal runs through from end to end is the diagonal's: its places are split as the dim is.
+    along = [d for d, whole in ((rows, 0 <= offset <= m - n), (columns, m - n <= offset <= 0)) if whole]
+    along = [d for d in along if input.is_split(d)] or along
+    gone = {rows, columns} - set(along[:1])
+    op.set(input, [None if k in gone else k for k in range(input.ndim)])
+    op.out, op.view = [(*[k for k in range(input.ndim) if k not in (rows, columns)], along[0] if along else None)], True
+    passes(op)
+
+    def local(split: Split) -> Callable[..., torch.Tensor]:
+        shifted = offset + (split.box(rows)[0] if along[:1] == [rows] else -split.box(columns)[0] if along else 0)
+        return lambda input, *args, **kwargs: input.diagonal(shifted, rows, columns)
+
+    op.local = local
+
+
+rule("diagonal")(lambda op, input, offset=0, dim1=0, dim2=1: _diagonals(op, input, offset, dim1, dim2))
+RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0, dim1=-2, dim2=-1: _diagonals(op, A, offset, dim1, dim2))
+
+
+@rule(["as_strided", "as_strided_copy"])
+def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
+    op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
+    passes(op)
+    if any(e.is_split for e in input.spec.layout):
+        op.composite = _strided(op.function, op.view)
+
+
+@rule("as_strided_scatter")
+def _as_strided_scatter(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
+    op.out = [(None,) * input.ndim]
+    passes(op)
+    if any(e.is_split for e in input.spec.layout):
+        op.composite = _strided(op.function, False)
+
+
+def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
+    """A function that counts places in memory: the parts come together in the order that ``stride()`` has told of."""
+
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        strides = input.stride()
+        order = sorted(range(input.dim()), key=lambda d: (-strides[d], d))
+
+        def taken(source: Any) -> Any:
+            whole = source.to_global(sbp=[broadcast] * source.placement.axes) if source.is_global else source
+            for d in order:
+                if not strides[d]:  # expanded
+                    whole = whole.narrow(d, 0, 1)
+            laid = whole.permute(order).contiguous().permute([order.index(d) for d in range(source.dim())]).expand(source.shape)
+            return function(laid, *args, **kwargs)
+
+        out = taken(input)
+        return MovedView.of(out._local, out._spec, input, taken) if view else out
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------- copies of views
+
+
+def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
+    """``name`` is the view's elements in tensors of their own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen = view(*args, **kwargs)
+        if not copies:
+            return seen
+        return seen.clone() if isinstance(seen, torch.Tensor) else tuple(t.clone() for t in seen)
+
+    rule(name)(lambda op, *args, **kwargs: op.compose(run))
+
+
+def _sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    return input[(*[slice(None)] * (dim % input.ndim), slice(start, end, step))]
+
+
+def _expanded(input: Any, size: Sequence[int], *, implicit: bool = False) -> Any:
+    return input.expand(size)
+
+
+for _name in (
+    "diagonal", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "detach",
+):  # fmt: skip
+    _copied(_name + "_copy", getattr(torch.Tensor, _name))
+_copied("alias_copy", lambda input: input)
+_copied("expand_copy", _expanded)
+_copied("slice_copy", _sliced)
+for _name in ("view_as_real", "view_as_complex"):
+    _copied(_name + "_copy", getattr(torch, _name))
+for _name in ("chunk", "split", "split_with_sizes"):  # torch says of these that nobody writes into their results
+    _copied("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
+rule([torch.ops.aten.slice.Tensor])(lambda op, *args, **kwargs: op.compose(_sliced))
+
+
+# ---------------------------------------------------------------------------------------------------------------- casts
+
+CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64,
+    "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128,
+    "chalf": torch.complex32,
+}  # fmt: skip
+
+
+def _cast(op: Op, x: Arg, to: torch.dtype) -> None:
+    identity(op, x)
+    if x.dtype == to:
+        passes(op)
+    elif (x.dtype.is_floating_point or x.dtype.is_complex) and (to.is_floating_point or to.is_complex) and (to.is_complex or not x.dtype.is_complex):
+        op.linear = [frozenset([0])]
+
+
+for _name, _to in CASTS.items():
+    rule([getattr(torch.Tensor, _name)])(lambda op, input, to=_to, **kwargs: _cast(op, input, to))
+
+
+@rule([torch.Tensor.to, torch.Tensor.type])
+def _to(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    if len(op.args) > 1:
+        op.composite = _to_other
+        return
+    wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    named = [a.rpartition(".")[2] for a in args if isinstance(a, str) and a.endswith("Tensor")]
+    if named:
+        wanted = [CASTS[named[0].removesuffix("Tensor").lower()]]
+    _cast(op, input, wanted[0] if wanted else input.dtype)
+
+
+def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    return input.to(other.dtype, *args, **kwargs)

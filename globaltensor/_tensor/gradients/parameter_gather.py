@@ -1,0 +1,525 @@
+"""Split parameters that an op wants whole (FSDP, ZeRO-3): gathered many at a time, and their gradients reduce-scattered many at a time.
+
+One parameter at a time costs a collective's latency each. The order in which parameters are used is learnt while the program runs; on a use, those that
+will follow are gathered in the same collective, up to a bucket. Every decision comes from what all ranks see alike: the order of ops, specs and versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._base import torch_private
+from ...boxing import box, log, plan
+from ...boxing.moves import gathers
+from .buckets import Buckets
+from ...distributed.communicator import flatten
+from ...distributed.world import World, world
+from ...sharding.placement import Placement
+from .reducer import dtype_of_sum, reducer, summed
+from ...sharding.spec import Spec, Stored
+from ..._base.overridable import shown
+from ..global_tensor import GlobalTensor
+
+__all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
+
+BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
+ALONE_BYTES = 1 << 21  # of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a collective more
+UNDER_WAY = 1  # buckets of gradients
+MOST_ALIVE = 256  # gathered parameters known before those that are gone are forgotten
+MOST_EXPECTED = 1 << 14  # uses that are expected: beyond that all are learnt again
+PASSES = 8  # after how many passes a use that did not come again is no longer expected
+LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the largest parameter at most: below this a collective costs its latency
+
+
+Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
+
+
+class Use(NamedTuple):
+    """A gathered parameter: whose it is, from which version of which local tensor, and where it lies. It keeps none of them."""
+
+    leaf: weakref.ref[GlobalTensor]
+    dst: Spec
+    local: weakref.ref[torch.Tensor]
+    version: int
+    storage: torch_private.StorageWeakRef
+
+    def gone(self) -> bool:
+        return bool(self.storage.expired())
+
+
+class Gathering(NamedTuple):
+    """A parameter that is gathered to ``dst``. It may have gone on this rank and be there on others, where a collector has not run yet: so what all have to
+    decide alike is asked of its number and specs."""
+
+    leaf: weakref.ref[GlobalTensor]
+    number: int
+    src: Spec
+    dst: Spec
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """What parameters must have in common to be gathered together."""
+        return self.src.placement, gather_axes(self.src, self.dst), self.src.dtype
+
+    @property
+    def key(self) -> tuple[int, Spec]:
+        return self.number, self.dst
+
+
+class Order:
+    """Which parameters of one placement are used after which. Its ranks see alike what is used there, and may differ in what they use elsewhere."""
+
+    def __init__(self) -> None:
+        #: (numbers of the one but last used and of the last; 0: none) -> the next, and in which pass that was so last.
+        self.next: dict[tuple[int, int], tuple[Gathering, int]] = {}
+        self.recent: tuple[int, int] = (0, 0)
+        self.passes = 0
+        self.largest = self.before = 0  # bytes of the largest one gathered in this pass, and in the last that gathered any
+
+    def used(self, one: Gathering) -> None:
+        """Learn that it comes next."""
+        if len(self.next) >= MOST_EXPECTED:
+            self.next.clear()
+        self.next[self.recent] = one, self.passes
+        self.recent = (self.recent[1], one.number)
+
+    def most(self, freed: bool) -> int:
+        """Bytes of a bucket."""
+        return min(max(self.largest, self.before, LEAST_BYTES), BUCKET_BYTES) if freed else BUCKET_BYTES
+
+    def again(self) -> None:
+        """A pass is over: the next begins where this one began."""
+        self.recent = (0, 0)
+        self.before, self.largest = self.largest or self.before, 0
+        self.passes += 1
+        if self.passes % PASSES == 0:
+            self.next = {pair: entry for pair, entry in self.next.items() if entry[1] >= self.passes - PASSES}
+
+
+class Sharding:
+    """One rank's memory of the order in which split parameters are used, and of those gathered ahead."""
+
+    def __init__(self) -> None:
+        self.orders: dict[Placement, Order] = {}
+        #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone, and with it the memory.
+        self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
+        self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
+        self.last = 0
+        self.arrived: list[GlobalTensor] = []
+        self.immediate = 0
+        self.freed = 0
+        self.alive: dict[int, Use] = {}  # gathered under freed(), by their storage
+        self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
+        self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
+
+    def number(self, leaf: GlobalTensor) -> int:
+        """A number for each parameter that is gathered, by its first use: the same on every rank."""
+        if torch_private.recording.on:
+            return -id(leaf)  # in a graph's capture, whose uses count nowhere else
+        found: int | None = leaf.__dict__.get("_gathered_number")
+        if found is None:
+            self.last += 1
+            found = leaf.__dict__["_gathered_number"] = self.last
+            weakref.finalize(leaf, _let_go, weakref.ref(self), found).atexit = False
+        return found
+
+    def let_go(self, number: int) -> None:
+        """A parameter has gone: keep no memory of it. What was ready for others stays known to be so, for they have to decide alike."""
+        for key in [k for k in list(self.ready) if k[0] == number]:  # of copies: a collector may run anywhere
+            kept = self.ready.pop(key, None)
+            if kept is not None and kept[1]._version == kept[2]:
+                self.ready[key] = None
+        for way in [k for k in list(self.scatters.limits) if k[-1] == number]:  # type: ignore[index]
+            self.scatters.limits.pop(way, None)
+
+    def order(self, placement: Placement) -> Order:
+        found = self.orders.get(placement)
+        if found is None:
+            found = self.orders[placement] = Order()
+        return found
+
+
+def _let_go(state: weakref.ref[Sharding], number: int) -> None:
+    if (found := state()) is not None:
+        found.let_go(number)
+
+
+_STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
+
+
+def _state() -> Sharding:
+    here = world()
+    found = _STATE.get(here)
+    if found is None:
+        found = _STATE[here] = Sharding()
+    return found
+
+
+def forget() -> None:
+    """A pass is over: nothing gathered ahead is kept, and the next use begins a new order."""
+    state = _state()
+    state.ready.clear()
+    for placement, order in list(state.orders.items()):
+        order.again()
+        if not order.next:
+            del state.orders[placement]
+    _forget_gone(state)
+
+
+def relearn() -> None:
+    """A parameter lies otherwise from now on: forget what was expected."""
+    _state().orders.clear()
+
+
+@contextlib.contextmanager
+def immediate(on: bool) -> Iterator[None]:
+    """Gradients of gathered parameters flow through the graph at once: somebody asks for them there, not at the leaves."""
+    state = _state()
+    state.immediate += on
+    try:
+        yield
+    finally:
+        state.immediate -= on
+
+
+def abort() -> None:
+    """A backward pass has failed: what it had collected is dropped."""
+    state = _state()
+    state.scatters.drop()
+    state.arrived.clear()
+    state.waiting.clear()
+    state.under_way.clear()
+    forget()
+
+
+def unfolded(x: GlobalTensor) -> GlobalTensor:
+    """A tensor that lies as it is shown to lie. Collective where it is stored otherwise (ZeRO)."""
+    shown = x._spec.shown
+    return x if x._spec is shown else GlobalTensor.wrap(box(x._local, x._spec, shown, why="to_local"), shown)
+
+
+def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
+    """The axes along which src -> dst only gathers; () where it does anything else."""
+    if isinstance(src, Stored) and dst is src.shown:
+        return src.axes
+    if src.placement is not dst.placement or not src.numel:
+        return ()
+    return gathers(src.layout, dst.layout)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gathering
+
+
+def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
+    """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered ahead, or gathered with those to follow."""
+    if torch_private.function_mode_on():
+        return shown(gathered, leaf, src, dst, why)  # type: ignore[no-any-return]
+    state, local = _state(), leaf._local
+    if world().rank not in src.placement._coordinates:
+        return box(local, src, dst, why=why)
+    log.watch(plan(src, dst), why)
+    whole = _whole(state, leaf, src, dst, bool(state.freed))
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        out = whole
+    else:
+        out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
+    if state.freed and torch.is_grad_enabled():
+        _remember(state, Use(weakref.ref(leaf), dst, weakref.ref(local), local._version, torch_private.StorageWeakRef(whole.untyped_storage())))
+    return out
+
+
+def _whole(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
+    """The next use of a gathered parameter."""
+    local, order, one = leaf._local, state.order(src.placement), Gathering(weakref.ref(leaf), state.number(leaf), src, dst)
+    order.used(one)
+    found = state.ready.pop(one.key, None)
+    if found is None or found[1] is not local or found[2] != local._version:
+        order.largest = max(order.largest, _bytes(dst))
+        with torch_private.unobserved():
+            _gather(state, _batch(state, one, order.most(freed), freed), local.device)
+        found = state.ready.pop(one.key)
+    assert found is not None, "it is an argument of the call"
+    return found[0]
+
+
+def _bytes(spec: Spec) -> int:
+    """Of the largest part."""
+    return spec.local_numel() * spec.dtype.itemsize
+
+
+def _alone(spec: Spec) -> bool:
+    """Whether a gathered parameter travels by itself, as does its gradient."""
+    return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
+
+
+def _batch(state: Sharding, one: Gathering, most: int, exact: bool) -> list[Gathering]:
+    """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
+    batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
+    if _alone(one.dst):
+        return batch
+    at, way = order.recent, one.way
+    seen = {one.key}
+    while total < most and at in order.next:
+        other = order.next[at][0]
+        if other.key in seen or other.way != way or _laid_otherwise(other):
+            break
+        if not _alone(other.dst) and not _is_ready(state, other):
+            if exact and total + _bytes(other.dst) > most:
+                break
+            batch.append(other)
+            total += _bytes(other.dst)
+        seen.add(other.key)
+        at = (at[1], other.number)
+    return batch
+
+
+def _laid_otherwise(one: Gathering) -> bool:
+    leaf = one.leaf()
+    return leaf is not None and leaf._spec is not one.src
+
+
+def _is_ready(state: Sharding, one: Gathering) -> bool:
+    """Whether it has been gathered ahead, and has not been written into since."""
+    if one.key not in state.ready:
+        return False
+    kept, leaf = state.ready[one.key], one.leaf()
+    return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
+
+
+def _gather(state: Sharding, batch: Sequence[Gathering], device: torch.device) -> None:
+    first, rank = batch[0], world().rank
+    ranks = first.src.placement.fiber(rank, gather_axes(first.src, first.dst))
+    numels = [sum(math.prod(one.src.box(r)[1]) for one in batch) for r in ranks]
+    wholes = [torch.empty(one.dst.box(rank)[1], dtype=one.dst.dtype, device=device) for one in batch]
+    leaves = [one.leaf() for one in batch]  # of one that has gone nobody will use what comes
+    locals_ = [None if leaf is None else leaf._local for leaf in leaves]
+    flat = [
+        torch.zeros(math.prod(one.src.box(rank)[1]), dtype=one.src.dtype, device=device) if local is None else local.detach().reshape(-1)
+        for one, local in zip(batch, locals_, strict=True)
+    ]
+    if len(batch) == 1 and _in_rows(first.src, first.dst, ranks, rank):
+        world().comm(ranks).all_gather_into(flat[0], numels, wholes[0].view(-1))
+    else:
+        parts = world().comm(ranks).all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], numels, fresh=False)
+        at = [0] * len(ranks)
+        for one, whole in zip(batch, wholes, strict=True):
+            for i, r in enumerate(ranks):
+                n = math.prod(shape := one.src.box(r)[1])
+                _piece(whole, one.src, one.dst, r, rank).copy_(parts[i][at[i] : at[i] + n].view(shape))
+                at[i] += n
+    for one, whole, local in zip(batch, wholes, locals_, strict=True):
+        state.ready[one.key] = None if local is None else (whole, local, local._version)
+
+
+def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
+    """Whether the parts of these ranks one after the other are the whole as it lies in memory."""
+    begin, whole = dst.box(rank)
+    at = begin[0] if whole else 0
+    for r in ranks:
+        offsets, lengths = src.box(r)
+        if not whole or offsets[0] != at or lengths[1:] != whole[1:]:
+            return False
+        at += lengths[0]
+    return True
+
+
+class _Box:
+    """Carries a gathered parameter, and whose it is, past autograd."""
+
+    def __init__(self, whole: torch.Tensor, leaf: GlobalTensor, freed: bool) -> None:
+        self.whole, self.leaf, self.freed = whole, leaf, freed
+
+
+class _Gathered(torch.autograd.Function):
+    """A gathered parameter. Backward: reduce-scatter, together with others where the gradient only has to reach the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, carried: _Box, src: Spec, dst: Spec) -> torch.Tensor:
+        ctx.leaf, ctx.local, ctx.src, ctx.dst, ctx.freed = carried.leaf, local, src, dst, carried.freed
+        return carried.whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
+            dual, mine = ctx.dst.dual(), ctx.src.dual()
+            return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
+        scatter(ctx.leaf, ctx.dst, grads[0], ctx.freed)
+        return None, None, None, None
+
+
+def _watched(leaf: GlobalTensor) -> bool:
+    """Whether somebody looks at this leaf's gradient on its way."""
+    return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- scattering
+
+
+def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False) -> None:
+    """Keep the gradient of a gathered parameter until a bucket is full or backward ends. ``freed``: the bucket is a small one, filled as gradients come."""
+    state = _state()
+    reducer().at_end(finish)
+    src = leaf._spec
+    kind = dtype_of_sum(grad, leaf._reduce_dtype)
+    key: tuple[Any, ...] = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
+    if not freed:
+        if _alone(dst):
+            key = (*key, state.number(leaf))
+            state.scatters.limits[key] = 1
+        for bucket in state.scatters.add(state.number(leaf), (leaf, dst, grad), grad.numel() * kind.itemsize, key):
+            _send(state, bucket)
+        return
+    # Whoever gathers again on the way back meets the parameters in the same order on every rank; so do their gradients.
+    waiting = state.waiting.setdefault(key, [])
+    waiting.append((leaf, dst, grad))
+    if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).most(True):
+        _send(state, state.waiting.pop(key))
+
+
+def finish() -> None:
+    """Backward ends: scatter what waits, and hand on the leaves whose part other axes still have to sum."""
+    state = _state()
+    for bucket in [*state.scatters.finish(), *state.waiting.values()]:
+        _send(state, bucket)
+    state.waiting.clear()
+    while state.under_way:
+        _receive(state)
+    arrived, state.arrived = state.arrived, []
+    here = reducer()
+    for leaf in arrived:
+        if leaf._leaf is not None:
+            (here.defer if here.deferred else here.add)(leaf._leaf)
+    forget()
+
+
+def _send(state: Sharding, items: list[Waiting]) -> None:
+    leaf, dst, first = items[0]
+    where, rank = leaf._spec.placement, world().rank
+    ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
+    pieces = [_piece(grad, leaf._spec, whole, r, rank) for r in ranks for leaf, whole, grad in items]
+    kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
+    in_rows = all(p.is_contiguous() for p in pieces)
+    if in_rows and len(items) == 1 and kind is first.dtype:
+        chunks: Sequence[torch.Tensor] = [flatten(p) for p in pieces]  # as they lie
+    else:
+        flat = torch.empty(sum(sizes), dtype=kind, device=first.device)
+        if in_rows:
+            torch.cat([p.view(-1) for p in pieces], out=flat)
+        else:
+            torch_private.copy_all([to.view(p.shape) for to, p in zip(flat.split_with_sizes(sizes), pieces, strict=True)], pieces)
+        chunks = flat.split_with_sizes([sum(sizes[i : i + len(items)]) for i in range(0, len(sizes), len(items))])
+    state.under_way.append(([(leaf, grad.dtype) for leaf, _, grad in items], world().comm(ranks).reduce_scatter_async(chunks, "sum")))
+    while len(state.under_way) > UNDER_WAY:
+        _receive(state)
+
+
+def _receive(state: Sharding) -> None:
+    """Wait for the bucket that was sent first: it becomes gradients of the leaves."""
+    leaves, handle = state.under_way.popleft()
+    handle.wait()
+    start = 0
+    for leaf, dtype in leaves:
+        shape = leaf._spec.local_shape(world().rank)
+        part = handle.value[start : start + math.prod(shape)].view(shape).to(dtype)
+        start += math.prod(shape)
+        local = leaf._local
+        if local.grad is None:
+            local.grad = part
+        else:
+            local.grad.add_(part)
+        state.arrived.append(leaf)
+
+
+def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch.Tensor:
+    """What of a gathered parameter's gradient belongs to rank ``r``."""
+    offsets = dst.box(rank)[0]
+    begin, shape = src.box(r)
+    return grad[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, shape, strict=True))]
+
+
+# ---------------------------------------------------------------------------------------------------------------- freeing
+
+
+@contextlib.contextmanager
+def freed() -> Iterator[None]:
+    """Parameters gathered in the block are let go of after each use, and gathered again when backward needs them: autograd keeps a note instead.
+
+    For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in the block, backward in it or after it. Of gathered
+    parameters, and of their gradients, a rank then has a bucket or two at a time, as large as the largest parameter; without, autograd keeps them all.
+    It costs one more all-gather (``reshard_after_forward`` of torch's FSDP). A copy that an op makes and keeps (autocast's) is not let go of.
+    The parameters must not change before backward has used them: RuntimeError, as for any tensor that autograd keeps.
+
+    >>> import globaltensor as flow
+    >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
+    >>> with freed():
+    ...     loss = model(torch.ones(3, 4)).sum()
+    >>> loss.backward()
+    """
+    state = _state()
+    state.freed += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: _noted(state, t), _recalled):
+            yield
+    finally:
+        state.freed -= 1
+        _forget_gone(state)
+
+
+def _remember(state: Sharding, use: Use) -> None:
+    """Know a gathered parameter again when autograd wants to keep it."""
+    if len(state.alive) > MOST_ALIVE:
+        _forget_gone(state)
+    state.alive[use.storage.cdata] = use
+
+
+def _forget_gone(state: Sharding) -> None:
+    if state.alive:
+        for key in [k for k, use in state.alive.items() if use.gone()]:
+            del state.alive[key]
+
+
+class _Note(NamedTuple):
+    """What autograd keeps instead of a gathered parameter: which, and how the tensor lay in its memory."""
+
+    leaf: GlobalTensor
+    dst: Spec
+    local: torch.Tensor
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _noted(state: Sharding, t: torch.Tensor) -> Any:
+    use = state.alive.get(torch_private.storage_key(t))
+    leaf, local = (None, None) if use is None or use.gone() else (use.leaf(), use.local())
+    if use is None or leaf is None or local is None or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():
+        return t, t._version  # which torch looks at only where there are no hooks
+    return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
+
+
+def _recalled(kept: Any) -> torch.Tensor:
+    if not isinstance(kept, _Note):
+        t, version = kept
+        if t._version != version:
+            raise _changed(t, version)
+        return t  # type: ignore[no-any-return]
+    leaf = kept.leaf
+    if leaf._local is not kept.local or kept.local._version != kept.version:
+        raise _changed(leaf, kept.version)
+    with torch.no_grad():
+        return _whole(_state(), leaf, leaf._spec, kept.dst, True).as_strided(kept.size, kept.stride, kept.offset)
+
+
+def _changed(t: torch.Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape {list(t.shape)} is at version "
+        f"{t._version}; expected version {version} instead"
+    )

@@ -1,0 +1,149 @@
+"""A plain tensor among global ones counts as broadcast: the same value on every rank. That is checked where it happens first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._base import torch_private
+from ..boxing import box
+from ..distributed.communicator import as_bytes, flatten
+from ..distributed.world import placeholder, world
+from ..sharding.tensor_kinds import BARE, Kind, described, kind_of, refuse
+from ..sharding.placement import Placement
+from .gradients.reducer import watch
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec
+from .._base.user_code import caller_frame, user_frame
+from .global_tensor import refuse_transforms
+
+__all__ = ["check_replicated", "content_digest", "operand_spec", "promote"]
+
+_ALWAYS_CHECKED = 16  # uses of a plain tensor at one place
+_MAX_PLACES = 1 << 14  # in the program, that are counted
+_SHOWN = 3  # numbers of a tensor that an error shows
+
+
+class _ReplicatedInput(torch.autograd.Function):
+    """A plain tensor that enters an op as broadcast: every rank's copy gets the whole gradient, not its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
+        return box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
+
+
+def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Spec:
+    """Return the spec of a plain tensor among global ones: broadcast.
+
+    Raises KindError of a tensor that functions cannot take with parts of global ones. Where it is this rank's alone, the others get the error as they compare
+    (`check_replicated`), so this rank compares before it raises.
+    """
+    kind = described(tensor, placement)
+    if isinstance(kind, Kind) and not kind.operand:
+        here, ranks = world(), placement.flat
+        if here.compares and len(ranks) > 1 and here.rank in ranks:
+            here.comm(tuple(sorted(ranks))).compare_plain(_digest_of(kind.text), kind.text, purpose, kind)
+        refuse(purpose, dict.fromkeys(ranks, kind))
+    return Spec.make(tensor.shape, tensor.dtype, placement, [broadcast] * placement.axes)
+
+
+def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True) -> torch.Tensor:
+    """Return the local tensor of a broadcast global one from a plain tensor among global ones. ``purpose`` says what it is used for, in errors.
+
+    Raises DivergenceError or KindError, on every rank, if ranks hold different values or kinds (`check_replicated`), and KernelError inside a transform of
+    torch.func. Not ``checked``: where the values do not matter.
+    """
+    refuse_transforms()
+    graph, here = tensor.requires_grad and torch.is_grad_enabled(), world()
+    if spec.placement.coordinate(here.rank) is None:
+        nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
+        if graph:
+            watch(nothing)
+        return nothing
+    if checked and here.compares and len(spec.placement.flat) > 1 and spec.placement.type != "meta":
+        check_replicated(tensor, spec.placement, purpose)
+    if tensor.device.type != spec.placement.type:
+        tensor = tensor.to(here.device(spec.placement.type))
+    if graph:
+        entered = _ReplicatedInput.apply(tensor, spec)
+        watch(entered)
+        return entered  # type: ignore[no-any-return]
+    return tensor
+
+
+def check_replicated(tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str, place: Any = None) -> None:
+    """Compare a plain tensor with those of the other ranks: the first 16 times that the program comes to this place, then at intervals that grow by an eighth.
+
+    ``place``: what to count by, beside the ranks; None: the line that has called this library, and the user's. Collective at
+    these times; all of ``ranks`` call it.
+    Raises DivergenceError, on every rank, naming the line, who holds what, and how to say what is meant.
+    """
+    if place is None:
+        frames = [f for f in (caller_frame(), user_frame()) if f is not None]
+        place = (purpose, *[(f.f_code, f.f_lasti) for f in frames])
+    here, place = world(), (place, ranks)  # ranks of several placements come to one place not equally often
+    known = here.plain_places.get(place)
+    if known is None:
+        if len(here.plain_places) >= _MAX_PLACES:
+            here.plain_places.clear()
+        known = here.plain_places[place] = [0, 1]
+    known[0] += 1
+    count, due = known
+    if count < due:
+        return
+    known[1] = count + 1 + (count // 8 if count > _ALWAYS_CHECKED else 0)
+    kind = kind_of(tensor) or (BARE if tensor.is_meta else None)
+    if kind is None and torch_private.is_fake(tensor):
+        return
+    with torch.no_grad(), torch_private.unobserved():
+        digest, text = _content(tensor) if kind is None else _content_of_kind(tensor, kind)
+    here.comm(tuple(sorted(ranks.flat if isinstance(ranks, Placement) else ranks))).compare_plain(digest, text, purpose, kind)
+
+
+def _content_of_kind(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, str]:
+    """Return the same of a tensor of a kind that has no values in memory of its own: by what it is and, if it is sparse, by what it holds."""
+    parts: Sequence[torch.Tensor] = ()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        parts = tensor.indices(), tensor.values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    text = f"{kind.text} of shape {list(tensor.shape)}, digest {b''.join(map(content_digest, parts)).hex()}" if parts else kind.text
+    return _digest_of(text), text
+
+
+def _digest_of(text: str) -> torch.Tensor:
+    return _as_number(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _as_number(code: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(code), dtype=torch.int64)
+
+
+def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Return a digest of a tensor's shape, dtype and values [1], and a text that shows them."""
+    code, first = content_digest(tensor), flatten(tensor)[:_SHOWN].tolist()
+    numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in first)
+    more = ", ..." if tensor.numel() > _SHOWN else ""
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _as_number(code), f"{kind} of [{numbers}{more}], digest {code.hex()}"
+
+
+def content_digest(tensor: torch.Tensor) -> bytes:
+    """Return 8 bytes that are equal for equal bytes, shapes and dtypes: a NaN equals itself, and 0.0 does not equal -0.0."""
+    flat = flatten(tensor).cpu()
+    code = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=8)
+    if flat.numel():
+        code.update(as_bytes(flat).numpy())
+    return code.digest()

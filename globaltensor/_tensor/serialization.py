@@ -1,0 +1,143 @@
+"""Global tensors in pickles: ``torch.save``, ``copy.copy``, queues between processes.
+
+Each rank writes its own part, with what it is a part of, and which: read as another part it would be wrong numbers, so that is an error. A tensor that is
+whole on the rank that writes it may be read by any rank, of a world of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+
+from ..boxing import box
+from .set_data import set_requires_grad
+from ..distributed.world import placeholder, world
+from ..errors import PartError
+from .storage import is_whole
+from ..sharding.placement import Placement
+from ..sharding.sbp import Sbp, broadcast
+from ..sharding.spec import Spec, Stored
+from .global_tensor import GlobalTensor
+
+__all__ = ["GATHERED", "rebuild_global_tensor", "reduce_ex", "remade"]
+
+#: The rank that a pickle is for which holds whole values (checkpoint.save).
+GATHERED: ContextVar[int | None] = ContextVar("globaltensor_gathered", default=None)
+
+#: What a pickle says of a part: see `_header`.
+_Header = Mapping[str, Any]
+
+
+def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
+    """Pickled as this rank's part and which part it is. Inside `checkpoint.save` by one rank as the whole value, an ordinary tensor."""
+    is_parameter = getattr(self, "_is_param", False)
+    if (target := GATHERED.get()) is not None:
+        home = Spec.make(self.shape, self.dtype, Placement("cpu", [target]), [broadcast])
+        whole = box(self._local.detach(), self._spec, home, why="to_global").requires_grad_(self.requires_grad)
+        return (torch.nn.Parameter(whole, self.requires_grad) if is_parameter else whole).__reduce_ex__(protocol)
+    local = self._local.detach()
+    held = local if local.is_meta else local.cpu()
+    return rebuild_global_tensor, (held, _header(self._spec), self.requires_grad, is_parameter, self._reduce_dtype)
+
+
+def rebuild_global_tensor(
+    local: torch.Tensor, header: _Header, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None = None
+) -> GlobalTensor:
+    """Make a global tensor of what `reduce_ex` has written. Raises PartError where that is another part than this rank needs.
+
+    Files name this function, as ``globaltensor.rebuild_global_tensor``: its name and its arguments stay.
+    """
+    if header["helper"]:  # the world may not start here: this process would join the ranks under the number of the one that it helps
+        out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
+        out._local.requires_grad_(requires_grad)
+        return out
+    spec, here = _fitting(header), world()
+    if here.rank not in spec.placement._coordinates:
+        local = placeholder(spec)
+    elif not local.is_meta:
+        local = local.to(here.device(spec.placement.type))
+    return remade(local, spec, requires_grad, is_parameter, reduce_dtype)
+
+
+rebuild_global_tensor.__module__ = "globaltensor"
+
+
+def remade(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, reduce_dtype: torch.dtype | None) -> GlobalTensor:
+    """Wrap a local tensor that has no history as a leaf."""
+    out = GlobalTensor.without_slots(local, spec)
+    if is_parameter:
+        out._is_param = True  # type: ignore[attr-defined]
+    out._reduce_dtype = reduce_dtype
+    if requires_grad:
+        set_requires_grad(out, True, maybe_alone=True)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- what a pickle says of a part
+
+
+def _header(spec: Spec) -> dict[str, Any]:
+    """Return what is a part of what, in types that any version of this library can read. A process that is being started with it is this rank's helper (a
+    data loader's worker), which needs what this rank has."""
+    here = world()
+    kept = {"shown": _layout(spec.shown), "axes": list(spec.axes)} if isinstance(spec, Stored) else {}
+    who = {"rank": here.rank, "world": here.size, "helper": get_spawning_popen() is not None}
+    return {"version": 1, "shape": list(spec.shape), "dtype": spec.dtype, **who, **_layout(spec), **kept}
+
+
+def _layout(spec: Spec) -> dict[str, Any]:
+    entries = [[e.kind, e.dim, e.unit, e.reduce] for e in spec.layout]
+    return {"type": spec.placement.type, "ranks": spec.placement.ranks.tolist(), "sbp": entries}
+
+
+def _spec(header: _Header) -> Spec:
+    def made(told: _Header) -> Spec:
+        return Spec.make(header["shape"], header["dtype"], Placement(told["type"], told["ranks"]), [Sbp(*entry) for entry in told["sbp"]])
+
+    return Stored.of(made(header), made(header["shown"]), header["axes"]) if "shown" in header else made(header)
+
+
+def _fitting(header: _Header) -> Spec:
+    """Return how the tensor lies here. Raises PartError where what was written is not what this rank needs of it."""
+    spec, writer, here = _spec(header), header["rank"], world()
+    if is_whole(spec, writer):
+        if max(spec.placement.flat) < here.size:
+            return spec
+        everyone = Placement(spec.placement.type, list(range(here.size)))
+        return Spec.make(spec.shape, spec.dtype, everyone, [broadcast])
+    need = _coordinates(spec, here.rank)
+    if header["world"] != here.size or (need is not None and need != _coordinates(spec, writer)):
+        raise PartError(_refusal(header, spec))
+    return spec
+
+
+def _coordinates(spec: Spec, rank: int) -> Any:
+    """Return which box, and which summand, a rank holds; None outside the placement."""
+    where = spec.placement.coordinate(rank)
+    return None if where is None else (spec.box(rank), [c for c, e in zip(where, spec.layout, strict=True) if e.is_partial])
+
+
+def _refusal(header: _Header, spec: Spec) -> str:
+    here, writer, size = world(), header["rank"], header["world"]
+    reader = f"rank {here.rank} of {here.size} needs {_described(spec, here.rank)}"
+    if here.size != size:
+        reader = f"this is rank {here.rank} of a world of {here.size}"
+    return (
+        f"what is read holds {_described(spec, writer)} of a global tensor ({spec!r} on {spec.placement!r}), written by rank {writer} of a world of {size}, "
+        f"but {reader}. Ways that work: each rank writes and reads a file of its own, named by rank; or every rank calls "
+        "flow.save(obj, path, global_dst_rank=0) and flow.load(path, global_src_rank=0), whose file holds whole values; or torch.distributed.checkpoint, "
+        "which reads into any layout on any number of ranks"
+    )
+
+
+def _described(spec: Spec, rank: int) -> str:
+    found = _coordinates(spec, rank)
+    if found is None:
+        return "nothing (it is outside the placement)"
+    (offsets, lengths), summands = found
+    part = "part [" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True)) + "]"
+    return part + (f", number {summands[0] if len(summands) == 1 else summands} of the parts of a sum" if summands else "")

@@ -1,0 +1,199 @@
+"""Strides of a whole tensor, as one device would have them: questions about layout in memory have one answer on all ranks.
+
+Where no part is empty, and none has one element of a dim of which others have more, all parts tell alike, and the part answers. Elsewhere (`differ`) a part may
+be contiguous, or may be viewed in another shape, only because a dim of it has size 1. There the answer follows from what all ranks know: a view notes the
+strides that one device would have (the function itself, run on a meta tensor with the strides of its base); anything else counts as laid row by row.
+
+Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on every rank or on none (`LaidView` in _ops/call_plan.py). A note is
+exact if the parts are laid so, too: where it starts from a tensor with which none shares memory, whose part is laid row by row first. If it is not, such a
+function works on a copy, and what is written into either reaches the other as in any view that had to move data (_tensor/view_tracking.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .._base import torch_private
+from ..distributed.world import world
+from ..sharding.spec import Spec, nested
+from .global_tensor import ORDINARY, GlobalTensor
+
+__all__ = [
+    "Note", "base_note", "by_rows", "carry_note", "differ", "forget_note", "is_contiguous", "laid", "note", "note_of", "part_tells", "permutes", "results",
+    "stride",
+]  # fmt: skip
+
+
+class Note(NamedTuple):
+    """The strides that one device would have. ``exact``: the parts are laid so."""
+
+    strides: tuple[int, ...]
+    exact: bool
+
+
+@lru_cache(maxsize=1 << 12)
+def differ(spec: Spec) -> bool:
+    """Return True if parts may answer differently: some part is empty, or has one element of a dim of which others have more."""
+    for d, n in enumerate(spec.shape):
+        sizes = {length for _, length in nested(n, spec.chain(d))} if n else {1}
+        if 0 in sizes or (1 in sizes and n > 1 and len(sizes) > 1):
+            return True
+    return False
+
+
+@lru_cache(maxsize=1 << 12)
+def hidden(spec: Spec) -> bool:
+    """Return True if parts may not tell in which order dims stand: they `differ`, or all have one element of a dim. The latter counts for matrices only: in
+    more dims what the parts tell is mostly right, and calls on them keep their pace."""
+    return differ(spec) or (len(spec.shape) == 2 and any(n > 1 and {length for _, length in nested(n, spec.chain(d))} == {1} for d, n in enumerate(spec.shape)))
+
+
+def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
+    """Return True if a view function only changes the order of dims, and the parts of ``spec``, its result, may not tell in which they stand. ``taken``,
+    ``given``: the factors of its base and of its result."""
+    factors = set(given)
+    return len(given) > 1 and len(given) == len(taken) == len(factors) and None not in factors and factors == set(taken) and hidden(spec.plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------- notes
+
+
+def note(x: GlobalTensor, strides: Note) -> None:
+    x.__dict__["_strides"] = strides
+
+
+def note_of(x: GlobalTensor) -> Note | None:
+    return x.__dict__.get("_strides")
+
+
+def carry_note(source: GlobalTensor, other: GlobalTensor) -> None:
+    """``other`` shows what ``source`` does."""
+    if (found := source.__dict__.get("_strides")) is not None:
+        other.__dict__["_strides"] = found
+
+
+def forget_note(x: GlobalTensor) -> None:
+    """``x`` is about to hold something else."""
+    x.__dict__.pop("_strides", None)
+
+
+def by_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor that is laid row by row."""
+    steps, step = [1] * len(shape), 1
+    for d in range(len(shape) - 1, -1, -1):
+        steps[d] = step
+        step *= max(shape[d], 1)
+    return tuple(steps)
+
+
+def part_tells(x: GlobalTensor) -> bool:
+    """Return True if this rank's part, and so every rank's, answers for the whole."""
+    return not differ(x._spec.plain) and x._spec.placement.coordinate(world().rank) is not None
+
+
+def base_note(x: GlobalTensor, decides: bool) -> Note:
+    """Return the strides of what a view is taken of. ``decides``: the function may be refused by them."""
+    found = note_of(x)
+    if found is not None:
+        return found
+    if part_tells(x):
+        return Note(stride(x), _is_dense(x._local))
+    if x._memory is None and type(x) in ORDINARY and (decides or x._pinned):
+        _lay_by_rows(x)
+        found = Note(by_rows(x.shape), True)
+        note(x, found)
+        return found
+    return Note(by_rows(x.shape), False)
+
+
+def _lay_by_rows(x: GlobalTensor) -> None:
+    """Lay the part of ``x``, which shares memory with no other global tensor, row by row."""
+    local = x._local
+    if local.is_contiguous():
+        return
+    if local.is_leaf and local.requires_grad:
+        local.data = local.data.contiguous()
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or local.requires_grad):
+            x._local = local.contiguous()
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Return True if a tensor's elements are all that its memory holds, each once."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1) == t.numel() - 1 if t.numel() else True
+
+
+def results(base: GlobalTensor, strides: tuple[int, ...], call: Callable[[torch.Tensor], Any], copies: bool) -> list[tuple[int, ...]] | None:
+    """Return the strides of what a view function gives of a tensor like ``base`` that is laid so on one device. Raises what torch raises.
+
+    ``copies``: a function that copies what it cannot view so; of a copy return None.
+    """
+    with torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors():
+        source = _on_meta(base, strides)
+        out = call(source)
+        if copies:
+            try:
+                source.view(out.shape)
+            except RuntimeError:
+                return None
+    return [t.stride() for t in (out if isinstance(out, (tuple, list)) else [out])]
+
+
+def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
+
+
+# ---------------------------------------------------------------------------------------------------------------- questions
+
+
+def stride(self: GlobalTensor, dim: int | None = None) -> Any:
+    """Strides of a whole tensor laid out as the parts are; where the part is of the whole shape, its own."""
+    shape, local = self.shape, self._local
+    if local.shape == shape and local.dim() and all(e.kind != "split" or n == 1 for e, n in zip(self._spec.layout, self._spec.placement.shape, strict=True)):
+        out = local.stride()
+    elif not hidden(self._spec.plain) and local.dim() == len(shape):
+        out = _in_order(shape, local.stride())
+    else:
+        found = note_of(self)
+        out = by_rows(shape) if found is None else _without_gaps(shape, found.strides)
+    return out if dim is None else out[dim]
+
+
+def _without_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of one device as they are, or, if they leave gaps, the same without."""
+    spread = [(n, s) for n, s in zip(shape, strides, strict=True) if s]
+    dense = sum((n - 1) * s for n, s in spread if n > 1) + 1 == math.prod(n for n, _ in spread)
+    return strides if dense else _in_order(shape, strides)
+
+
+def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape with dims in the order of ``strides``, and nothing between its elements."""
+    steps, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        steps[d] = step if strides[d] or shape[d] <= 1 else 0
+        step *= max(shape[d], 1) if steps[d] else 1
+    return tuple(steps)
+
+
+def is_contiguous(self: GlobalTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Return what one device would, the same on every rank."""
+    found = note_of(self)
+    if found is None and part_tells(self):
+        return self._local.is_contiguous(memory_format=memory_format)
+    return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(memory_format=memory_format)
+
+
+def laid(x: GlobalTensor) -> tuple[int, ...] | None:
+    """Strides in which one device would hold the values of ``x``, which is written into in that order. None: row by row, or a rank outside the placement has to
+    keep step, which cannot tell."""
+    spec = x._spec
+    if not x.numel() or len(spec.placement.flat) < world().size:
+        return None
+    found: tuple[int, ...] = stride(x)
+    usual = torch.empty(spec.shape, device="meta").stride()
+    return None if all(a == b for a, b, n in zip(found, usual, spec.shape, strict=True) if n > 1) else found

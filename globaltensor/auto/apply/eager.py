@@ -1,0 +1,93 @@
+"""``flow.parallelize(model, placement, "auto")``: a model in eager mode, laid as a search says.
+
+The search wants inputs. Given beforehand, it runs at once; otherwise at the model's first call. Parameters are laid in place, and the plan is carried out as
+any other is (auto/apply/modules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..._base import torch_private
+from ...graph.rank_agreement import Text, agreed
+from ...graph.config import Auto
+from ...graph.errors import GraphError
+from ...graph.pytree import tensors_in
+from ...parallel.module_to_global import module_to_global
+from ...parallel.parallelize import SEARCHED
+from ...sharding.placement import Placement
+from ...sharding.sbp import broadcast
+from ..._tensor.global_tensor import GlobalTensor
+from .graphs import chosen, cluster_at_hand, lay
+from ..ir.op_graph import Calls
+from .modules import freeing, hooked
+from ..plan.plan import Plan
+from ..ir.trace import calls_of_model
+
+__all__ = ["plan_of"]
+
+
+def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
+    """Lay a model out by a search: now where there are example inputs, else at its first call. Collective."""
+    module_to_global(model, placement, [broadcast] * placement.axes)
+    if inputs is not None:
+        _lay_out(model, placement, inputs if isinstance(inputs, tuple) else (inputs,), {})
+    else:
+        model.register_forward_pre_hook(_AtFirst(placement), with_kwargs=True)
+    return model
+
+
+SEARCHED[str] = _parallelized
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a model of ``flow.parallelize(model, placement, "auto")``, or with a plan there, runs by; None before its first call, and for others."""
+    return model.__dict__.get("_automatic_plan")
+
+
+class _AtFirst:
+    """A forward pre-hook that lays its module out when it is first called, and is no longer there then. Copies of the module have one of their own."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch_private.recording.on:
+            raise GraphError(
+                f'{type(module).__name__} is to be laid out at its first call (parallelize with "auto"), which is too late inside a graph: give parallelize '
+                "example inputs=, or make the model broadcast and let the graph search for the whole step, config.enable_auto_parallel()"
+            )
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is self:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        try:
+            _lay_out(module, self.placement, args, kwargs)
+        except Exception:
+            module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)  # the next call is the first that can be planned for
+            raise
+
+
+def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> None:
+    name, cluster = type(model).__name__, cluster_at_hand(placement)
+
+    def captured() -> tuple[Calls, Text]:
+        calls = calls_of_model(model, args, kwargs, cluster.device)
+        return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
+
+    calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
+    given = tensors_in(kwargs, tensors_in(args, []))
+    inputs = [v for v in calls.values if v.state == "input"]
+    fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
+    found = agreed(name, lambda: (chosen(calls, cluster, placement, Auto(), fixed, 2.0), None))
+    lay(dict(model.named_parameters()), found)
+    hooked(model, found.plan)
+    freeing(model, found.plan)
+    model.__dict__["_automatic_plan"] = found.plan
+
+
+def _told(calls: Calls, numbers: Sequence[int]) -> str:
+    return ", ".join(f"{v.path or v.name} {list(v.shape)}" for v in (calls.values[n] for n in numbers))

@@ -1,0 +1,276 @@
+"""``flow.parallelize(model, placement, plan)``: a model laid as a plan says, whoever has found it and wherever.
+
+Parameters lie as planned, modules are cut into its stages, and modules without children bring what they take, and what they give, to the layout that the plan
+wants there; functions between modules choose for themselves (_ops/rules/strategy.py). Micro-batches, their schedule, and ZeRO are a graph's: `Config.follow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._base import torch_private
+from ..._tensor.gradients import parameter_gather
+from ...boxing.moves import Layout
+from ...graph.module_settings import Block
+from ...graph.pytree import replaced, tensors_in
+from ...graph.sharding_plan import entry
+from ...parallel.module_to_global import module_to_global
+from ...parallel.parallelize import SEARCHED
+from ...graph.pipeline.split_model import staged
+from ...sharding.placement import Placement
+from ...sharding.sbp import broadcast
+from ...sharding.spec import layout_on
+from ..._tensor.global_tensor import GlobalTensor
+from ..plan.plan import Plan, PlanError, PlannedCall
+
+__all__ = ["carried_out", "freeing", "hooked"]
+
+
+def carried_out(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
+    """Lay a model out as ``plan`` says on the ranks of ``placement``, in their order. Collective.
+
+    Raises PlanError where the plan is of another number of ranks, of another model, or has a stage that begins with no module.
+    """
+    plan = _of_model(plan, model)
+    lanes = _lanes(plan, placement)
+    layouts = {g.name: _layout(g.layout) for g in plan.given}
+    whole = (broadcast,) * len(plan.mesh)
+
+    def sbp(path: str, tensor: torch.Tensor) -> Layout:
+        return layouts.get(path, whole)
+
+    if len(lanes) == 1:
+        module_to_global(model, lanes[0], sbp)
+    else:
+        stages = plan.choices["stages"]
+        staged(model, [lanes[stage["lane"]] for stage in stages], _parts(plan, model), sbp)
+    if lanes[0] is not placement:
+        model.register_forward_pre_hook(_Entering(lanes[0], [_layout(g.layout) for g in plan.given if g.kind == "input"]), with_kwargs=True)
+    hooked(model, plan)
+    for path in _recomputed(plan, model):
+        model.get_submodule(path).__dict__.setdefault("_stage", Block()).activation_checkpointing = True
+    freeing(model, plan)
+    model.__dict__["_automatic_plan"] = plan
+    return model
+
+
+SEARCHED[Plan] = carried_out
+
+
+def _layout(entries: Sequence[str]) -> Layout:
+    return tuple(map(entry, entries))
+
+
+def _of_model(plan: Plan, model: nn.Module) -> Plan:
+    """The plan, with paths as in ``model``: one that was made for a graph has the name of the graph's module before them."""
+    shapes = {path: tuple(t.shape) for path, t in model.named_parameters()}
+    planned = {g.name: g.shape for g in plan.given if g.kind == "parameter"}
+    strange = sorted(path for path, shape in planned.items() if shapes.get(path) != shape)
+    if not strange:
+        return plan
+    names = {path.partition(".")[0] for path in planned}
+    inner = {path.partition(".")[2]: shape for path, shape in planned.items()}
+    if len(names) == 1 and all(shapes.get(path) == shape for path, shape in inner.items()):
+        return _without(plan, f"{names.pop()}.")
+    path = strange[0]
+    has = f"it is {list(shapes[path])} there" if path in shapes else f"which has none of that name (but {', '.join(list(shapes)[:4])}, ...)"
+    raise PlanError(f"the plan is of another model than this {type(model).__name__}: parameter {path} is {list(planned[path])} in the plan, {has}")
+
+
+def _without(plan: Plan, prefix: str) -> Plan:
+    def bare(path: str) -> str:
+        return path.removeprefix(prefix) if path.startswith(prefix) else "" if path == prefix[:-1] else path
+
+    given = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.given)
+    calls = tuple(dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands))) for c in plan.calls)
+    return dataclasses.replace(plan, given=given, calls=calls)
+
+
+def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
+    """Where each lane of the plan lies: its mesh, of so many ranks in the order of the placement."""
+    size = math.prod(plan.mesh)
+    count = 1 + max((stage["lane"] for stage in plan.choices.get("stages", ())), default=0)
+    if placement.size != count * size:
+        shape = "x".join(map(str, plan.mesh)) or "1"
+        told = f"{count} times a mesh of {shape}" if count > 1 else f"a mesh of {shape}"
+        mend = "plan for as many, by mesh=... or cluster.with_size(n)"
+        ranks = f"{count * size} rank{'s' if count * size > 1 else ''}"
+        raise PlanError(f"the plan is for {ranks} ({told}), {placement!r} has {placement.size}: {mend}")
+    if count == 1 and placement.shape == plan.mesh:
+        return [placement]
+    ranks = placement.ranks.reshape(-1)
+    return [Placement(placement.type, ranks[k * size : (k + 1) * size].reshape(plan.mesh)) for k in range(count)]
+
+
+def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
+    """The outermost modules whose calls are in one stage, and that stage. One that is called in several is in the first of them, as is one of which others
+    use the parameters; one without parameters that stands for itself runs wherever it is used."""
+    places = {call.name: k for k, call in enumerate(plan.calls)}
+    under: dict[str, set[int]] = {}  # module -> stages of what runs in it
+    users: dict[str, int] = {}  # parameter -> first stage that takes it
+    for number, stage in enumerate(plan.choices["stages"]):
+        a, b = (places[name] for name in stage["calls"]) if stage["calls"] else (0, -1)
+        for call in plan.calls[a : b + 1]:
+            for path in _above(call.module):
+                under.setdefault(path, set()).add(number)
+            for name in call.operands:
+                users.setdefault(name, number)
+    seen: set[int] = set()
+    several = {id(m) for path, m in model.named_modules() if len(under.get(path, ())) > 1}
+
+    def down(module: nn.Module, prefix: str, in_row: bool) -> Iterator[tuple[str, int]]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            held, stages = [f"{path}.{n}" for n, _ in child.named_parameters()], under.get(path, set())
+            lists = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if not stages or (not held and (len(stages) > 1 or not in_row)):
+                if held:
+                    yield path, min((users[p] for p in held if p in users), default=0)
+            elif (lists or any(id(m) in several for m in child.modules())) and any(True for _ in child.children()):
+                yield from down(child, f"{path}.", lists or isinstance(child, nn.Sequential))
+            else:
+                yield path, min(stages)
+
+    found = sorted(down(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1])
+    for number, stage in enumerate(plan.choices["stages"]):
+        if number and number not in {k for _, k in found}:
+            where = f"stage {number} of the plan begins at {', '.join(stage['calls'][:1])}"
+            raise PlanError(f"{where}, and no module of the model starts to run in it: it cannot be cut there")
+    return found
+
+
+def _above(path: str) -> Iterator[str]:
+    """A module and those that hold it, the outermost first, without the model itself."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[: k + 1]) for k in range(len(parts)))
+
+
+def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
+    """The outermost modules all of whose calls run again in backward."""
+    again = {p for c in plan.calls if c.again for p in _above(c.module)} - {p for c in plan.calls if not c.again for p in _above(c.module)}
+    return [path for path, _ in model.named_modules() if path in again and path.rpartition(".")[0] not in again]
+
+
+class _Entering:
+    """A forward pre-hook of the model: what it is given comes to the first stage, as the plan has it there."""
+
+    def __init__(self, where: Placement, layouts: Sequence[Layout]) -> None:
+        self.where, self.layouts = where, layouts
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = tensors_in(kwargs, tensors_in(args, []))
+        known = self.layouts if len(self.layouts) == len(tensors) else [None] * len(tensors)
+        these = iter([self.brought(t, layout) for t, layout in zip(tensors, known, strict=True)])
+        return replaced(args, these), replaced(kwargs, these)
+
+    def brought(self, t: Any, layout: Layout | None) -> Any:
+        if not isinstance(t, GlobalTensor) or t.placement is self.where:
+            return t
+        return t.to_global(placement=self.where, sbp=layout_on(self.where, t.sbp if layout is None else layout))
+
+
+def freeing(model: nn.Module, plan: Plan) -> None:
+    """Let gathered parameters go after each use in the model's forward, where the plan says so (`sharded.freed`); in a graph the graph does."""
+    if plan.choices.get("freed"):
+        freed = _Freeing()
+        model.register_forward_pre_hook(freed.begin, prepend=True)
+        model.register_forward_hook(freed.end, always_call=True)
+
+
+class _Freeing:
+    """Forward hooks around a model's runs in training, those inside one another too."""
+
+    def __init__(self) -> None:
+        self.open: list[contextlib.ExitStack] = []
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        stack = contextlib.ExitStack()
+        if torch.is_grad_enabled() and not torch_private.recording.on:
+            stack.enter_context(parameter_gather.freed())
+        self.open.append(stack)
+
+    def end(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.open:  # not where a hook has failed that came before `begin`
+            self.open.pop().close()
+
+
+def hooked(model: nn.Module, plan: Plan) -> None:
+    """Let the modules without children that run once take and give what the plan says."""
+    by_module: dict[str, list[PlannedCall]] = {}
+    takers: dict[str, list[PlannedCall]] = {}
+    for call in plan.calls:
+        by_module.setdefault(call.module, []).append(call)
+        for name in dict.fromkeys(call.operands):
+            takers.setdefault(name, []).append(call)
+    held = {g.name for g in plan.given if g.kind != "input"}
+    for path, module in model.named_modules():
+        own = by_module.get(path)
+        if not own or any(True for _ in module.children()) or not _runs_once(own, held):
+            continue
+        taken, given = _comes(own, held), _goes(own, takers)
+        if any(taken):
+            module.register_forward_pre_hook(_Taking(taken), with_kwargs=True)
+        if given is not None:
+            module.register_forward_hook(_Giving(given))
+
+
+def _runs_once(own: Sequence[PlannedCall], held: set[str]) -> bool:
+    """Whether the module's calls stand together and none comes twice: the same line with the same parameters would be a second run."""
+    numbers = [c.number for c in own]
+    used = [name for c in own for name in c.operands if name in held]
+    return numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(used) == len(set(used))
+
+
+def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
+    """How the first call takes what comes from outside the module, in the order of its operands."""
+    inside, first = {c.name for c in own}, own[0]
+    outside = [(name, wanted) for name, wanted in zip(first.operands, first.wanted, strict=True) if name not in inside and name not in held]
+    return [_layout(wanted) if first.operands.count(name) == 1 else None for name, wanted in outside]
+
+
+def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> Layout | None:
+    """How all who take the module's result take it, where they do so alike, and not as it is made."""
+    last = own[-1]
+    if len(last.results) != 1:
+        return None
+    layouts = {call.wanted[call.operands.index(last.name)] for call in takers.get(last.name, ())}
+    only = layouts.pop() if len(layouts) == 1 else None
+    return _layout(only) if only is not None and only != last.results[0] else None
+
+
+def _boxed(t: Any, layout: Layout | None) -> Any:
+    if layout is None or not isinstance(t, GlobalTensor) or t._spec.layout == layout or len(layout) != t._spec.placement.axes:
+        return t
+    if any(e.is_split and e.dim >= t.dim() for e in layout):
+        return t  # it is not the tensor that was meant: the module's arguments come in another order
+    return t.to_global(sbp=list(layout))
+
+
+class _Taking:
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
+        self.layouts = layouts
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = tensors_in(kwargs, tensors_in(args, []))
+        if len(tensors) != len(self.layouts):
+            return None
+        these = iter([_boxed(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)])
+        return replaced(args, these), replaced(kwargs, these)
+
+
+class _Giving:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        return _boxed(out, self.layout)

@@ -1,0 +1,301 @@
+"""Whole training steps of a model, measured: by how much longer calls and moves take within a step than one by one.
+
+In a step caches hold what others left there, and ranks come late to a collective: measured alone, calls and moves take a quarter to a third less (on two CPU
+ranks); what a rank holds of parameters costs two or three times what its optimizer would take to read and write it; and buckets of parameters and gradients,
+begun early, take less than moves that ranks have to meet for (a third of it, on four ranks of two cores). So a few plans that compute, move, wait and hold
+unlike much are run on a copy of the model, and five numbers are fitted to what their steps take: by what computing, moving, moving in buckets, and the
+optimizer's step with the copies before and after moves are multiplied, and how long ranks wait for one another at each move that they cannot go on without.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...cluster import Cluster, current_cluster, use_cluster
+from ...distributed.world import world
+from ...graph.graph import Graph
+from ...graph.pytree import replaced, tensors_in
+from ...sharding.placement import Placement
+from ..profile.clock import Case, Clock
+from ...sharding.sbp import Sbp, broadcast, split
+from ..._tensor.global_tensor import GlobalTensor
+from ..apply import graphs as arrange
+from ..api import recipes_of
+from ..cost.strategies import Menu, fills
+from ..intra_op.formulate import Formulation, formulate
+from ..plan.plan import PlanError
+from ..cost.reshard_cost import Prices
+from ..intra_op.read_solution import read_plan
+from ..intra_op.search import Found, data_parallel, search, told_by
+from ..solver import Problem, solve
+
+__all__ = ["COPIES", "Step", "factors", "shaken", "within_steps"]
+
+_ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
+_SEARCH = 5.0  # seconds for the plan of each
+_GRAPHS = 4  # in which each plan is run at most
+_SOON = 1e-3  # seconds that building takes at least
+_ALIKE = 0.1  # how much less two factors that are alike explain, before they may differ: in parts of a step's time
+_ALIKE_TOO = 0.03  # the same of the optimizer's, which is a smaller part of it
+_MOVES_ALIKE = 0.4  # the same of moving in buckets and moving otherwise, which few steps tell apart well
+_LEAST, _MOST = 0.1, 10.0
+_WAIT = 1e-3  # seconds of a wait in which the fit counts
+_MORE_SKEW = 1e-7  # by what of a wait they are counted
+
+_Steps = dict[str, Callable[[], None]]
+Fixed = Callable[[Graph, Any, Placement], Mapping[str, Any]]  # layouts of parameters by their paths, of a graph's calls on a mesh
+
+
+class Step(NamedTuple):
+    """Seconds of one plan's step: of computing, moving (in buckets, and all else) and the optimizer by the model of the cluster, and measured. ``waits``: how
+    many moves it cannot go on without. What is copied before and after moves counts as the optimizer's: in a step it finds as little in the caches."""
+
+    computing: float
+    moving: float
+    measured: float
+    waits: float = 0.0
+    updating: float = 0.0
+    bucketed: float = 0.0
+
+
+def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
+    """``cluster`` with times as they are within steps of this model. What cannot be run as a step is left out, with a warning; where nothing can, nothing
+    changes. Collective among all ranks, which are those of the mesh."""
+    with torch.random.fork_rng(devices=[]), use_cluster(cluster):
+        steps = _measured(model, args, kwargs, mesh, seconds)
+    if not steps:
+        return cluster
+    computing, moving, waiting, updating, bucketed = factors(steps)
+    return cluster.stretched(computing, moving, waiting, updating, bucketed, copying=updating)
+
+
+def factors(steps: Sequence[Step]) -> tuple[float, float, float, float, float]:
+    """By what computing and moving have to be multiplied, how many seconds each wait has to be longer, and by what the optimizer's step and moving in buckets
+    have to be multiplied, to come nearest to what was measured, in parts of it (least squares). Where the steps do not tell factors apart they are alike, and
+    where they do not tell of waits these are as long as they were.
+
+    >>> a, b, c, d, e = factors([Step(1.0, 1.0, 3.5), Step(2.0, 0.1, 3.15), Step(1.0, 4.0, 9.5), Step(1.0, 1.0, 3.6, waits=20)])
+    >>> round(a, 1), round(b, 1), round(c, 3), round(d, 1), round(e, 1)
+    (1.5, 2.0, 0.006, 1.5, 2.0)
+    """
+    rows = [[x / s.measured for x in (s.computing, s.moving, s.bucketed, s.updating, _WAIT * s.waits)] for s in steps]
+    rows += [[_ALIKE, -_ALIKE, 0, 0, 0], [0, _MOVES_ALIKE, -_MOVES_ALIKE, 0, 0], [_ALIKE_TOO, 0, 0, -_ALIKE_TOO, 0]]
+    rows += [[0, 0, 0, 0, _ALIKE * _WAIT / statistics.median(s.measured for s in steps)]]
+    wanted = np.array([1.0] * len(steps) + [0.0] * 4)
+    found = np.linalg.lstsq(np.array(rows), wanted, rcond=None)[0]
+    if found[-1] < 0:
+        found = [*np.linalg.lstsq(np.array(rows)[:, :-1], wanted, rcond=None)[0], 0.0]
+    computing, moving, bucketed, updating = (float(min(max(f, _LEAST), _MOST)) for f in found[:-1])
+    return computing, moving, float(found[-1]) * _WAIT, updating, bucketed
+
+
+def _recipe(name: str) -> Fixed:
+    return lambda graph, calls, mesh: recipes_of(graph, calls, mesh)[name]
+
+
+def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+    inputs = {v.name for v in calls.values if v.state == "input"}
+    return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if path not in inputs}
+
+
+def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+    """Each parameter otherwise than the one before: much moves that no good plan would move."""
+    menu, found = Menu(Prices(current_cluster(), mesh), True), {}
+    for k, v in enumerate(calls.parameters):
+        states = menu.states(v, True)
+        found[v.path] = (states[k % len(states)],)
+    return found
+
+
+class Way(NamedTuple):
+    """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at random, in parts of a node's mean cost."""
+
+    batch: Sbp
+    fixed: Fixed = lambda graph, calls, mesh: {}
+    noise: float = 0.0
+
+
+#: Some of what is to be compared, with little and with much to compute, to move and to wait for.
+_WAYS: Mapping[str, Way] = {
+    "the best": Way(split(0)),
+    "the best, batch whole": Way(broadcast),
+    "data parallel": Way(split(0), _data),
+    "tensor parallel": Way(broadcast, _recipe("tensor parallel")),
+    "fully sharded": Way(split(0), _recipe("fully sharded (ZeRO-3)")),
+    "each otherwise": Way(split(0), _in_turn),
+    "each otherwise, batch whole": Way(broadcast, _in_turn),
+    "far from the best": Way(split(0), noise=2.0),
+    "further from the best": Way(broadcast, noise=8.0),
+    "furthest from the best": Way(split(0), noise=16.0),
+}
+
+
+#: How often a model is there at most: under each plan its parameters, gradients and two states.
+COPIES = 4 * len(_WAYS)
+
+
+class _Training(Graph):
+    """A step of a model under one plan."""
+
+    def __init__(self, model: torch.nn.Module, plan: _Planned) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0))
+        self.config.enable_auto_parallel()
+        self.config.enable_auto_memory("Disable")
+        arrange.follow(self, functools.partial(plan, self))
+
+    def build(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = _loss(self.model(*args, **kwargs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _loss(out: Any) -> torch.Tensor:
+    """Something to start from: the loss that a model gives, or the sum of its first result."""
+    found = getattr(out, "loss", None)
+    if found is None:
+        found = next((t for t in tensors_in(out, []) if t.requires_grad), None)
+    if not isinstance(found, torch.Tensor):
+        raise PlanError("no result of the model has a gradient")
+    return found if not found.dim() else found.float().sum()
+
+
+class _Chosen(NamedTuple):
+    """A plan, how many moves it cannot go on without, and seconds of computing, of moving in buckets, and of copying."""
+
+    found: Found
+    waits: float
+    computing: float
+    bucketed: float
+    copied: float
+
+
+class _Planned:
+    """A way's plan, found once for all graphs that follow it. ``seconds``: what finding it took."""
+
+    def __init__(self, way: Way) -> None:
+        self.way, self.seconds = way, 0.0
+        self.chosen: _Chosen | None = None
+
+    def __call__(self, graph: _Training, *args: Any) -> Found:
+        if self.chosen is None:
+            began = time.perf_counter()
+            self.chosen = _chosen(graph, self.way, *args)
+            self.seconds = time.perf_counter() - began
+        return self.chosen.found
+
+    def step(self, measured: float) -> Step:
+        assert self.chosen is not None, "it has been run"
+        found, waits, computing, bucketed, copied = self.chosen
+        spent = found.plan.spent
+        moving = spent["computing"] + spent["moving"] - spent["hidden"] - computing - bucketed - copied
+        return Step(computing, moving, measured, waits, spent["updating"] + copied, bucketed)
+
+
+def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement, seconds: float) -> list[Step]:
+    """Steps of each plan. Those of one plan differ by up to a tenth from graph to graph, by where its memory happens to lie: so graphs are built anew, in
+    another order, some times in at most half of the seconds, and the median of theirs counts."""
+    clock = Clock(world().device(current_cluster().device))
+    plans = {name: _Planned(way) for name, way in _WAYS.items()}
+    began = time.perf_counter()
+    graphs = _built(plans, model, args, kwargs, mesh)
+    building = clock.slowest([time.perf_counter() - began - sum(plan.seconds for plan in plans.values())])[0]
+    times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _SOON))))
+    each, names = (seconds - (times - 1) * building) / times, list(graphs)
+    took = [_timed(graphs, clock, each)]
+    while len(took) < times and names:
+        graphs.clear()
+        gc.collect()
+        order = np.random.default_rng(len(took)).permutation(len(names))
+        graphs = _built({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
+        took.append(_timed(graphs, clock, each))
+    return [plans[name].step(statistics.median(found[name] for found in took if name in found)) for name in names]
+
+
+def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
+    """Seconds of a step of each."""
+    cases = [Case(i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW) for i, step in enumerate(graphs.values())]
+    found = clock.time(cases, seconds) if cases else {}
+    return {name: found[i] for i, name in enumerate(graphs)}
+
+
+def _built(plans: Mapping[str, _Planned], model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Placement) -> _Steps:
+    """A step of each plan, once run. What cannot be run is left out."""
+    where = Placement(current_cluster().device, mesh.ranks)
+    steps: _Steps = {}
+    for name, plan in plans.items():
+        try:
+            whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
+            graph = _Training(whole, plan)
+            own, named = replaced((args, dict(kwargs)), iter([_real(t, where, plan.way.batch) for t in tensors_in((args, dict(kwargs)), [])]))
+            step = functools.partial(_run, graph, own, named)
+            step()
+            steps[name] = step
+        except Exception as error:  # of the model, perhaps, on inputs that are not the user's
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"calibrate: steps of the plan {name!r} could not be run, and are left out: {told}", stacklevel=6)
+    return steps
+
+
+def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    graph(*args, **kwargs).item()
+
+
+def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
+    options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
+    found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
+    if way.noise:
+        other = arrange.of_first_rank(solve(shaken(found.formulation, way.noise * found.plan.cost / len(found.choice)), seconds=_SEARCH))
+        if other.feasible:
+            by = told_by(found.formulation, other.choice)
+            other = dataclasses.replace(other, cost=by.problem.evaluate(other.choice), bound=0.0)
+            found = Found(read_plan(by, other), by, other.choice)
+    own = found.formulation
+
+    def more(other: Cluster) -> float:
+        """What the plan takes longer on this cluster, the optimizer's step aside."""
+        there = formulate(calls, other, mesh, own.options)
+        longer, here = (float(f.problem.evaluate(found.choice)) - f.optimizing(found.choice) for f in (there, own))
+        return longer - here
+
+    waits = more(dataclasses.replace(cluster, skew=cluster.skew + _MORE_SKEW)) / _MORE_SKEW
+    same = functools.partial(cluster.stretched, updating=1.0, bucketed=1.0)  # all else
+    return _Chosen(found, waits, more(same(2.0, 1.0, copying=1.0)), more(cluster.stretched(1.0, 1.0, bucketed=2.0)), more(same(1.0, 1.0, copying=2.0)))
+
+
+def shaken(formulation: Formulation, by: float, seed: int = 0) -> Problem:
+    """The problem with up to some times ``by`` seconds added at random to all that may be chosen. Second layouts of what lies in one way cost what they do:
+    who wants none has none."""
+    drawn, costs = np.random.default_rng(seed), []
+    for node, cost in enumerate(formulation.problem.costs):
+        lies = [x for x, _ in formulation.layouts.get(node, ())] or range(len(cost))
+        ways = list(dict.fromkeys(lies))
+        more = dict(zip(ways, by * drawn.exponential(size=len(ways)), strict=True))
+        costs.append(cost + np.array([more[x] for x in lies]))
+    return dataclasses.replace(formulation.problem, costs=costs)
+
+
+def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
+    """An input of this shape, the same on every rank."""
+    if t.is_meta or isinstance(t, GlobalTensor):
+        t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
+    whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
+    layout = (batch,) * where.axes
+    return whole.to_global(sbp=layout) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
+
+
+def _row(step: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        step()

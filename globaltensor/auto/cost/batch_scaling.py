@@ -1,0 +1,232 @@
+"""The same calls for another batch: what was captured for two sizes of the batch gives any third, since shapes grow evenly with it.
+
+Signatures are probed once for each call and axis, for both sizes, and hold for all meshes and batches; those of axes longer than `_PROBED` are those of an
+axis of that length, where each rank still gets a part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ...boxing.moves import Layout
+from ...sharding.placement import Placement
+from ...sharding.sbp import Sbp, broadcast, partial_sum, split
+from ...sharding.spec import Spec
+from ..ir.op_graph import Call, Calls, Ref, Value
+from .strategies import Candidates, Menu
+from .rule_failures import Losses
+from ..plan.plan import PlanError
+from .reshard_cost import Prices
+from .signatures import Signature, composed, signatures
+
+__all__ = ["BatchMenu", "Batches", "takes_statistics"]
+
+_PROBED = 8
+_ENTRIES: Final = {"broadcast": broadcast, "partial": partial_sum}
+
+
+class _Uneven(Exception):
+    """Two captures are not the same but for numbers."""
+
+
+class Batches:
+    """``capture(batch)`` gives the calls of a step on so many rows. Captured are ``batch`` and its half; what lies between or below is worked out of these,
+    and captured itself only where the two differ in more than numbers."""
+
+    def __init__(self, capture: Callable[[int], Calls], batch: int) -> None:
+        self.capture, self.batch = capture, batch
+        self.whole = capture(batch)
+        self.half: Calls | None = None
+        if batch % 2 == 0 and batch >= 4:
+            try:
+                self.half = self._captured(batch // 2)
+            except PlanError:
+                pass  # `at` tells, if it is asked for
+        self._at: dict[int, Calls] = {batch: self.whole}
+        self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}  # key of a call -> what was lost of it, on the mesh where that is most
+        self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], Losses]] = {}
+        self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, Losses]] = {}
+
+    def at(self, rows: int) -> Calls:
+        """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls then than with the whole batch, or does not run."""
+        found = self._at.get(rows)
+        if found is None:
+            try:
+                found = self._between(rows)
+            except _Uneven:
+                found = self._captured(rows)
+            self._at[rows] = found
+        return found
+
+    def _captured(self, rows: int) -> Calls:
+        try:
+            found = self.capture(rows)
+        except Exception as error:
+            raise PlanError(f"with a batch of {rows} instead of {self.batch} the model does not run: {error}") from error
+        if not _alike(self.whole, found):
+            raise PlanError(f"with a batch of {rows} the model makes other calls than with one of {self.batch}")
+        return found
+
+    def _between(self, rows: int) -> Calls:
+        half = self.half
+        if half is None:
+            raise _Uneven
+        part = 2 * (self.batch - rows)  # in units of the batch: 0 is the whole, `batch` the half
+
+        def line(a: int, b: int) -> int:
+            if a == b:
+                return a
+            value, rest = divmod(a * self.batch - (a - b) * part, self.batch)
+            if rest or value < 0 or (a > 0 and value == 0):
+                raise _Uneven
+            return value
+
+        values = [
+            dataclasses.replace(v, shape=tuple(map(line, v.shape, w.shape)), takers=list(v.takers)) for v, w in zip(self.whole.values, half.values, strict=True)
+        ]
+        calls = []
+        for c, d in zip(self.whole.calls, half.calls, strict=True):
+            extra = max(0, round(c.extra + (d.extra - c.extra) * part / self.batch))
+            args, kwargs = _mixed(c.args, d.args, line), _mixed(c.kwargs, d.kwargs, line)
+            calls.append(dataclasses.replace(c, args=args, kwargs=kwargs, extra=extra, key=None if c.key is None else (c.key, rows)))
+        return dataclasses.replace(self.whole, calls=calls, values=values)
+
+    def signatures(self, call: Call, rows: int, ranks: int, losses: Losses) -> list[Signature]:
+        """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see `signatures`."""
+        probed = min(ranks, _PROBED)
+        if rows != self.batch and self.half is None:
+            return signatures(call, self.at(rows).values, probed, losses)
+        big, small = self._probe(self.whole, call.number, probed, 0, losses), None
+        if rows != self.batch and self.half is not None:
+            small = {(s.ins, s.outs): s for s in self._probe(self.half, call.number, probed, 1, losses)}
+        if small is None:
+            return big
+        part = 2 * (self.batch - rows) / self.batch
+        found = []
+        for s in big:
+            other = small.get((s.ins, s.outs), s)
+            if len(other.moved) == len(s.moved):
+                moved = tuple((kind, max(0, round(n + (k - n) * part))) for (kind, n), (_, k) in zip(s.moved, other.moved, strict=True))
+                s = s._replace(moved=moved)
+            found.append(s)
+        return found
+
+    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: Losses) -> list[tuple[Any, ...]] | None:
+        """How the results of a composition lie along as many axes of two, with operands that lie so along each; None where it cannot take them."""
+        made = self.whole.calls[call.number]
+        key = self._key(made), entries
+        if key not in self._compositions:
+            lost = Losses()
+            placement = Placement("cpu", np.arange(2 ** len(entries)).reshape((2,) * len(entries)))
+            operands = [self.whole.values[v] for v in made.operands]
+            columns = [[_ENTRIES.get(axis[i]) or split(axis[i]) for axis in entries] for i in range(len(operands))]
+            seen = composed(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)], lost)
+            self._compositions[key] = None if seen is None else [_dims(layout) for layout in seen[0]], lost
+        found, lost = self._compositions[key]
+        losses.update(lost)
+        return found
+
+    def note(self, call: Call, losses: Losses) -> None:
+        """Keep what was lost of a call, and so of those that are like it."""
+        key = self._key(self.whole.calls[call.number])
+        self._lost[key] = self._lost.get(key, Counter()) | losses
+
+    def losses(self) -> list[Counter[tuple[str, str]]]:
+        """What was lost of each call."""
+        return [self._lost[key] for key in map(self._key, self.whole.calls) if key in self._lost]
+
+    @staticmethod
+    def _key(call: Call) -> Hashable:
+        return call.number if call.key is None else call.key
+
+    def _probe(self, calls: Calls, number: int, ranks: int, which: int, losses: Losses) -> list[Signature]:
+        call = calls.calls[number]
+        key = self._key(call), ranks, which
+        found = self._signatures.get(key)
+        if found is None:
+            lost = Losses()
+            found = self._signatures[key] = signatures(call, calls.values, ranks, lost), lost
+        losses.update(found[1])
+        return found[0]
+
+
+class BatchMenu(Menu):
+    """Candidates of the calls of one batch on one mesh, of signatures that all meshes and batches share. What a composition does along several axes at once is
+    asked on axes of two."""
+
+    def __init__(self, prices: Prices, batches: Batches, rows: int) -> None:
+        super().__init__(prices, batches.whole.training)
+        self.batches, self.rows = batches, rows
+
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
+        return [s._replace(composed=False) for s in self.batches.signatures(call, self.rows, size, losses)]
+
+    def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
+        found = self._of_all(call, super()._make(call, values))
+        self.batches.note(call, found.losses)
+        return found
+
+    def _of_all(self, call: Call, found: Candidates) -> Candidates:
+        """Without those that are compositions along several axes at once and do not run there."""
+        mesh = self.prices.mesh
+        compositions = {
+            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n, Losses()) if s.composed}
+            for a, n in enumerate(mesh.shape)
+            if n > 1
+        }
+        if sum(map(bool, compositions.values())) < 2:
+            return found
+        good = [k for k in range(len(found)) if self._runs(call, [x[k] for x in found.ins], [x[k] for x in found.outs], compositions, found.losses)]
+        ins, outs = ([[x[k] for k in good] for x in those] for those in (found.ins, found.outs))
+        return Candidates(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)), found.losses, found.left_out)
+
+    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]], losses: Losses) -> bool:
+        both = [a for a, those in compositions.items() if _dims([x[a] for x in (*ins, *outs)]) in those]
+        if len(both) < 2:
+            return True
+        seen = self.batches.composition(call, tuple(_dims([x[a] for x in ins]) for a in both), losses)
+        return seen is not None and seen == [_dims([x[a] for a in both]) for x in outs]
+
+
+def takes_statistics(calls: Calls) -> str:
+    """The first call that normalizes by statistics of the batch, as batch norm does in training: in micro-batches it gives other numbers. "": there is none."""
+    return next((c.module or c.name for c in calls.calls if c.func in _BATCH_NORMS and (c.args[5] if len(c.args) > 5 else c.kwargs.get("training"))), "")
+
+
+_BATCH_NORMS = (torch.nn.functional.batch_norm, torch.batch_norm)
+
+
+def _dims(entries: Iterable[Sbp]) -> tuple[Any, ...]:
+    return tuple(e.dim if e.is_split else e.kind for e in entries)
+
+
+def _alike(one: Calls, other: Calls) -> bool:
+    same_calls = [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in one.calls] == [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in other.calls]
+    same_values = [(len(v.shape), v.dtype, v.state, v.path) for v in one.values] == [(len(v.shape), v.dtype, v.state, v.path) for v in other.values]
+    return same_calls and same_values
+
+
+def _mixed(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
+    """Arguments with the whole numbers between those of two captures."""
+    if isinstance(a, Ref) or a is b:
+        return a
+    if type(a) is not type(b):
+        raise _Uneven
+    if isinstance(a, bool) or not isinstance(a, (int, tuple, list, dict, slice)):
+        return a
+    if isinstance(a, int):
+        return line(a, b)
+    if isinstance(a, slice):
+        return slice(*(_mixed(x, y, line) for x, y in zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)))
+    if len(a) != len(b):
+        raise _Uneven
+    if isinstance(a, dict):
+        return {k: _mixed(v, b[k], line) for k, v in a.items()}
+    parts = [_mixed(x, y, line) for x, y in zip(a, b, strict=True)]
+    return type(a)(parts)

@@ -1,0 +1,64 @@
+"""Ways to run a call that a search has lost to errors: a rule refuses what it does not admit by the library's own errors; any other error is a fault of it."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._base import torch_private
+from ...errors import FormError, GlobalTensorError
+from ...graph.capture.dry_world import Untraceable
+from ..._ops.call_plan import name_of, replaced
+from ..._ops.rules import Op, Rule
+from ..plan.plan import Lost
+
+__all__ = ["Losses", "describe", "lost_by"]
+
+_HERE = str(Path(__file__).parent.parent)
+#: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose results depend on values.
+REFUSALS: tuple[type[Exception], ...] = (GlobalTensorError, Untraceable, *torch_private.data_dependence())
+
+
+class Losses(Counter[tuple[str, str]]):
+    """(function, error) -> how many ways for its operands to lie could not be looked at."""
+
+    def note(self, func: Any, error: Exception, ways: int = 1) -> None:
+        """Count an error, unless it is a refusal."""
+        if not isinstance(error, REFUSALS):
+            self[name_of(func), _told(error)] += ways
+
+
+def _told(error: Exception) -> str:
+    """The error in a line, with the last line of this library that it came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_HERE)]
+    lines = str(error).splitlines() or [""]
+    place = f" ({Path(frames[-1].filename).relative_to(_HERE)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ") + place
+
+
+def describe(rule: Rule, op: Op, args: Any, kwargs: Any) -> bool:
+    """Let the rule describe a call; return False where it does not know this form of it. Raises what a faulty rule raises."""
+    these = iter(op.args)
+    given, named = replaced(args, these), replaced(kwargs, these)
+    try:
+        rule.describe(op, *given, **named)
+    except FormError:
+        return False
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from inside of the rule: it is not that the rule takes other arguments
+        return False
+    return True
+
+
+def lost_by(losses: Iterable[Mapping[tuple[str, str], int]]) -> tuple[Lost, ...]:
+    """What was lost, one record for each function and error. ``losses``: of each call of the graph, those that are alike each for itself."""
+    ways, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for one in losses:
+        for key, n in one.items():
+            ways[key] += n
+            calls[key] += 1
+    return tuple(Lost(function, error, ways[function, error], calls[function, error]) for function, error in sorted(ways))

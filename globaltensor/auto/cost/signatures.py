@@ -1,0 +1,238 @@
+"""What a call admits on one axis, by its rule: how operands may come, how the results lie then, and what the call itself communicates.
+
+A rule describes a call for operands that lie in some way, and may say otherwise where they lie otherwise (linearity where something is partial, a composition
+where a dim is split that the kernel needs whole). So it is asked for several ways: all broadcast, each operand split along each dim, each partial. What is a
+composition is run on tensors without memory to see what it gives and what moves in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..._base import torch_private
+from ...boxing import log
+from ..._ops.dispatch import fresh_plans
+from ...distributed.world import World, set_world, world
+from ...graph.capture.dry_world import DryComm, DryWorld, Untraceable
+from ...sharding.placement import Placement
+from ..._ops.call_plan import replaced, tensors_in
+from ..._ops.rules import Arg, Derived, Op, strategy, rule_of
+from ..._ops.rules.partial_extrema import AHEAD
+from ..._ops.rules.deferred_mean import settle
+from ...sharding.sbp import Sbp, broadcast, partial_sum, split
+from ...sharding.spec import Spec
+from ..._ops.shape_inference import remembering
+from ..._tensor.global_tensor import GlobalTensor
+from ..ir.op_graph import Call, Value
+from .rule_failures import Losses, describe
+
+__all__ = ["Signature", "composed", "signatures"]
+
+
+class Signature(NamedTuple):
+    """One way to run a call on an axis. ``divided``: whether the ranks share the work. ``moved``: (kind, bytes as `Cluster.seconds` takes them) of what the
+    call itself communicates, forward. ``composed``: whether it is a composition of other calls then, which may be another on several axes."""
+
+    ins: tuple[Sbp, ...]
+    outs: tuple[Sbp, ...]
+    divided: bool
+    moved: tuple[tuple[str, int], ...] = ()
+    composed: bool = False
+
+
+def signatures(call: Call, values: Sequence[Value], ranks: int, losses: Losses | None = None) -> list[Signature]:
+    """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast. ``losses``: takes note of those that could not be found out because
+    of an error."""
+    losses = Losses() if losses is None else losses
+    operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
+    whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
+    if call.wild or any(v.plain for v in outs):
+        return [whole]
+    if call.fixed is not None:
+        return _free(operands[0])
+    axis = Placement("cpu", list(range(ranks)))
+    found: dict[tuple[Any, ...], Signature] = {}
+    for hint in _hints(call, operands, ranks):
+        specs = [Spec.make(v.shape, v.dtype, axis, entry) for v, entry in zip(operands, hint, strict=True)]
+        for s in _heard(call, operands, outs, specs, axis, losses):
+            if _sensible(s, operands) and all(_fills(v, e, ranks) for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)):
+                found.setdefault((s.ins, s.outs), s)
+    if call.inplace:
+        return [s for s in found.values() if s.ins[0] is s.outs[0]] or [whole]
+    return list(found.values()) or [whole]
+
+
+def _sensible(s: Signature, operands: Sequence[Value]) -> bool:
+    """Not those that make a partial sum of what is given whole, where nothing else asks for one."""
+    asked = any(e.is_split or (e.is_partial and not v.state) for v, e in zip(operands, s.ins, strict=True))
+    return asked or not any(e.is_partial for e in s.ins)
+
+
+def _free(value: Value) -> list[Signature]:
+    """Of a change of layout that may be any: everything passes."""
+    entries = [broadcast, *(split(d) for d, n in enumerate(value.shape) if n > 1)]
+    entries += [partial_sum] if value.dtype.is_floating_point else []
+    return [Signature((e,), (e,), e.is_split) for e in entries]
+
+
+def _fills(value: Value, entry: Sbp, ranks: int) -> bool:
+    """Whether a split leaves no rank without a part."""
+    if not entry.is_split:
+        return True
+    return -(-value.shape[entry.dim] // entry.unit) >= ranks
+
+
+def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[Sbp, ...]]:
+    none = [broadcast] * len(operands)
+    yield tuple(none)
+    for i, v in enumerate(operands):
+        if v.plain:
+            continue
+        for d, n in enumerate(v.shape):
+            if n >= ranks:
+                yield tuple(split(d) if j == i else e for j, e in enumerate(none))
+                alike = [j for j, w in enumerate(operands) if not w.plain and len(w.shape) > d and w.shape[d] == n]
+                if i == 0 and len(alike) > 1:
+                    yield tuple(split(d) if j in alike else e for j, e in enumerate(none))
+    real = [i for i, v in enumerate(operands) if not v.plain and (v.dtype.is_floating_point or v.dtype.is_complex)]
+    for i in real:
+        yield tuple(partial_sum if j == i else e for j, e in enumerate(none))
+    if len(real) > 1:
+        yield tuple(partial_sum if j in real else e for j, e in enumerate(none))
+
+
+def _heard(
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+) -> Iterator[Signature]:
+    """What the rule admits for operands that lie so, as far as it gets."""
+    try:
+        yield from _asked(call, operands, outs, specs, axis, losses)
+    except Exception as error:
+        losses.note(call.func, error)
+
+
+def _asked(
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+) -> Iterator[Signature]:
+    rule = rule_of(call.func, call.kwargs)
+    if rule is None:
+        # A function of ours (to, contiguous, clone, ...): what it does with locals is the same along every axis.
+        seen = composed(call, specs, losses) if operands else None
+        if seen is not None:
+            yield Signature(tuple(x.layout[0] for x in specs), tuple(o[0] for o in seen[0]), any(x.layout[0].is_split for x in specs), seen[1])
+        return
+    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
+    if not describe(rule, op, call.args, call.kwargs) or op.whole_call:
+        return
+    if op.composite is not None:
+        lone = [i for i, s in enumerate(specs) if s.layout[0].is_split]
+        seen = composed(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
+        if seen is not None:
+            yield Signature(tuple(s.layout[0] for s in specs), tuple(o[0] for o in seen[0]), any(s.layout[0].is_split for s in specs), seen[1], True)
+        return
+    results = [Spec.make(v.shape, v.dtype, axis, broadcast) for v in outs]
+    if not op.out:
+        op.out = [(None,) * r.ndim for r in results]
+    plain = {i for i, v in enumerate(operands) if v.plain}
+    for s in op.signatures(0):
+        # A plain tensor is whole everywhere: it may be sliced for nothing, but it is no partial sum.
+        if any(s.ins[i].is_partial and i not in op.addends for i in plain):
+            continue
+        ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
+        taken = Op([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
+        try:
+            known = describe(rule, taken, call.args, call.kwargs)
+        except Exception as error:  # of this one way, perhaps
+            losses.note(call.func, error)
+            continue
+        if not known or taken.composite is not None or taken.whole_call:
+            continue  # asked for by a hint of its own
+        taken.out = taken.out or op.out
+        got = strategy(taken, results, keep=0 if rule.inplace else None)
+        if got is None or any(a is not b for a, b in zip(got.ins, ins, strict=True)):
+            continue  # the op would move it
+        own = taken.traffic(got) if taken.traffic is not None else 0.0
+        moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
+        if s.factor in taken.exchanges and not own:  # with its neighbours, say: what and how much, it tells when it runs
+            seen = composed(call, ins, losses)
+            if seen is None:
+                continue
+            moved = seen[1]
+        yield Signature(tuple(x.layout[0] for x in ins), tuple(o.layout[0] for o in got.outs), s.factor is not None, moved)
+
+
+def composed(call: Call, specs: Sequence[Spec], losses: Losses) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
+    """What a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of an
+    error that is no refusal."""
+    real, size = world(), specs[0].placement.size
+    places = _elsewhere.setdefault(real, {})
+    dry = places.get(size)
+    if dry is None:
+        dry = places[size] = _Elsewhere(size)
+    set_world(dry)
+    try:
+        try:
+            with remembering(_tried):
+                return _watched(call, specs, "meta", dry.derived)
+        except Exception:  # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know more, and take longer
+            with torch_private.fake_tensors():
+                return _watched(call, specs, None, None)
+    except Exception as error:
+        losses.note(call.func, error)
+        return None
+    finally:
+        set_world(None)
+        if world() is not real:
+            set_world(real)
+
+
+def _watched(
+    call: Call, specs: Sequence[Spec], device: str | None, plans: Derived | None
+) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
+    """What a call gives and moves on tensors without memory."""
+    with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
+        these = iter([GlobalTensor.wrap(torch.empty(s.local_shape(0), dtype=s.dtype, device=device), s) for s in specs])
+        out = call.func(*replaced(call.args, these), **replaced(call.kwargs, these))
+        outs = [settle(t)._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(out, [])]
+    if not outs or any(o is None for o in outs):
+        return None
+    # What begins before it is needed, such as the count of a mean loss, hides behind computing, or in a program rides with the gradients.
+    return [o.layout for o in outs if o is not None], tuple(part for entry in moves if entry.op != AHEAD for part in _parts(entry))
+
+
+def _parts(entry: Any) -> Iterator[tuple[str, int]]:
+    """(kind, bytes as `Cluster.seconds` takes them) of what a line of the log moved."""
+    if isinstance(entry, log.Exchange):
+        yield "exchange", entry.bytes
+        return
+    for m in entry.plan.moves:
+        if m.bytes:
+            whole = m.dst if m.kind == "all_gather" else m.src
+            yield m.kind, m.bytes if m.kind == "exchange" else whole.dtype.itemsize * whole.local_numel()
+
+
+class _Elsewhere(DryWorld):
+    """Rank 0 of as many ranks as wanted, which nobody has to have, and the plans of what has run there on tensors without a device."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(world())
+        self.rank, self.size = 0, size
+        self.derived = Derived()
+
+    def _connect(self, ranks: tuple[int, ...]) -> DryComm:
+        return _Nobody(self, ranks)
+
+
+#: What comes of a call on whole tensors, wherever it is dreamt up.
+_tried: dict[Any, Any] = {}
+#: By the world that they are dreamt up in.
+_elsewhere: WeakKeyDictionary[World, dict[int, _Elsewhere]] = WeakKeyDictionary()
+
+
+class _Nobody(DryComm):
+    def all_gather_object(self, value: object) -> list[Any]:
+        raise Untraceable  # there are no others to ask

@@ -1,0 +1,273 @@
+"""The candidates of a call on a mesh: each combination of one signature an axis, with what it costs and how its tensors lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...boxing.moves import Layout
+from ...cluster import Cluster
+from ...sharding.placement import Placement
+from ..._ops.rules import RULES
+from ...sharding.sbp import Sbp, broadcast, split
+from ...sharding.spec import Spec
+from ..ir.op_graph import Call, Value
+from .rule_failures import Losses
+from .measured_ops import op_key, parts
+from .reshard_cost import Prices
+from .signatures import Signature, composed, signatures
+from ..ir.flops import Work, work_of
+
+__all__ = ["Candidates", "Menu", "fills", "roofline"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_MOST = 1024  # candidates of a call; beyond that those that divide least are dropped
+
+
+@dataclass(eq=False)
+class Candidates:
+    """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in candidate k. In seconds: ``forward`` and ``backward`` (computing),
+    ``moving`` (what the call communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
+
+    ins: list[list[Layout]]
+    outs: list[list[Layout]]
+    forward: Array
+    backward: Array
+    moving: Array
+    share: Array
+    losses: Losses = field(default_factory=Losses)  # ways that could not be found out
+    left_out: int = 0  # ways that are too many
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    @cached_property
+    def free(self) -> bool:
+        """Whether it takes no time, as views do."""
+        return not self.forward.any()
+
+
+class Menu:
+    """Candidates on one mesh; calls that are alike share them."""
+
+    def __init__(self, prices: Prices, training: bool) -> None:
+        self.prices, self.training = prices, training
+        self._found: dict[Hashable, Candidates] = {}
+        self._states: dict[Hashable, list[Layout]] = {}
+
+    def of(self, call: Call, values: Sequence[Value]) -> Candidates:
+        key = call.key if call.key is not None else call.number
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._make(call, values)
+        return found
+
+    def states(self, value: Value, stored: bool) -> list[Layout]:
+        """How something given may lie: whole, or split along any dim that gives each rank a part; what is no parameter or input, whole."""
+        key = value.shape, stored
+        found = self._states.get(key)
+        if found is None:
+            mesh = self.prices.mesh
+            menus = [[broadcast, *(split(d) for d, n in enumerate(value.shape) if stored and n >= size > 1)] for size in mesh.shape]
+            found = self._states[key] = [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
+        return found
+
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
+        def ask() -> tuple[list[Signature], Losses]:
+            lost = Losses()
+            return signatures(call, values, size, lost), lost
+
+        found, lost = _asked(None if call.key is None else (call.key, size), ask)
+        losses.update(lost)
+        return list(found)  # a list of its own, which `_make` may shorten
+
+    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: Losses) -> Any:
+        """What a composition does on several axes at once."""
+
+        def ask() -> tuple[Any, Losses]:
+            lost = Losses()
+            specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
+            return composed(call, specs, lost), lost
+
+        found, lost = _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
+        losses.update(lost)
+        return found
+
+    def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
+        mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
+        losses = Losses()
+        menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
+        every = math.prod(map(len, menus))
+        while math.prod(map(len, menus)) > _MOST:
+            longest = max(menus, key=len)
+            longest.sort(key=lambda s: s.divided, reverse=True)
+            longest.pop()
+        ins: list[list[Layout]] = [[] for _ in operands]
+        outs: list[list[Layout]] = [[] for _ in results]
+        rows = []
+        left_out = every - math.prod(map(len, menus))
+        work = work_of(call, values, losses)
+        taken: set[tuple[Any, ...]] = set()
+        again = [(i, k) for i, v in enumerate(call.operands) if (k := call.operands.index(v)) < i]  # as y * y takes y twice
+        for combination in itertools.product(*menus):
+            come = [_canonical(v, [s.ins[i] for s in combination], mesh) for i, v in enumerate(operands)]
+            if any(come[i] != come[k] for i, k in again):
+                continue  # one tensor lies in one way
+            lie = [_canonical(v, [s.outs[min(i, len(s.outs) - 1)] for s in combination], mesh) for i, v in enumerate(results)]
+            acting = [s for s in combination if not all(e.is_broadcast for e in s.ins)]
+            if None not in come and len(acting) > 1 and any(s.composed for s in acting):
+                seen = self._seen(call, operands, come, losses) if not any(map(_loose, acting)) else None
+                if seen is None:
+                    continue
+                lie = [layout if fills(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
+            key = (*come, *lie)
+            if key in taken or any(layout is None for layout in key):
+                continue
+            if call.fixed is not None and (lie[0] != call.fixed if len(call.fixed) == len(mesh.shape) else False):
+                continue
+            taken.add(key)
+            for column, layout in zip((*ins, *outs), key, strict=True):
+                column.append(layout)  # type: ignore[arg-type]
+            rows.append((combination, come, lie))
+        if not rows:
+            whole = (broadcast,) * len(mesh.shape)
+            ins, outs = [[whole] for _ in operands], [[call.fixed or whole] for _ in results]
+            rows.append(((), [whole] * len(operands), [o[0] for o in outs]))
+        share = np.array([self._share(combination, operands, results) for combination, _, _ in rows], dtype=float)
+        if work.view:
+            computing = np.zeros((2, len(rows)))
+        else:
+            computing = self._computing(call, operands, results, [come for _, come, _ in rows], [lie for _, _, lie in rows], work, share)
+            if work.flops and self.prices.cluster.ops:
+                computing *= [self._rounds(call, operands, results, *row, work, part) for row, part in zip(rows, share.tolist(), strict=True)]
+        moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
+        twice = self.training if work.view else computing[1] > 0
+        return Candidates(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
+
+    def _share(self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]) -> float:
+        """The part of the work that one rank does."""
+        return math.prod(_largest(s, operands, results, size) for s, size in zip(combination, self.prices.mesh.shape, strict=False) if s.divided)
+
+    def _moving(self, combination: Sequence[Signature], share: float) -> float:
+        """Seconds of what a candidate communicates itself in the forward pass."""
+        prices, moving = self.prices, 0.0
+        for axis, s in enumerate(combination):
+            others = share * (prices.mesh.shape[axis] if s.divided else 1)
+            for kind, nbytes in s.moved:
+                moving += nbytes * 1e-12 if kind == "seconds" else prices.collective(kind, int(nbytes * min(1.0, others)), (axis,)) + prices.cluster.skew
+        return moving
+
+    def _rounds(
+        self, call: Call, operands: Sequence[Value], results: Sequence[Value], combination: Sequence[Signature], come: Sequence[Layout], lie: Sequence[Layout],
+        work: Work, share: float,
+    ) -> float:  # fmt: skip
+        """How often a candidate does what was measured of it. A rank's rows of queries in ring attention meet the keys of all ranks, one after the other; what
+        was measured are its own."""
+        if not any(s.moved for s in combination) or self._measured(call, operands, come) is None:
+            return 1.0
+        layouts = zip((*operands, *results), (*come, *lie), strict=True)
+        once = work_of(call, {v.number: dataclasses.replace(v, shape=self.prices.local_shape(v.shape, layout)) for v, layout in layouts}).flops
+        return max(1.0, work.flops * share / once) if once else 1.0
+
+    def _computing(
+        self, call: Call, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: Array
+    ) -> Array:
+        """Seconds of both passes of each candidate. Where some were measured and others cannot be (a call that takes its part of an operand itself is given
+        another shape than it works on), an estimate is as far off as that of the measured one with the nearest share of the work: estimates are lower than
+        what is measured, and would win against it."""
+        measured = [self._measured(call, operands, c) for c in come]
+        known = [k for k, found in enumerate(measured) if found is not None]
+        if len(known) == len(measured):
+            return np.array(measured, dtype=float).T
+        found = np.array([self._estimated(operands, results, c, o, work, part) for c, o, part in zip(come, lie, share.tolist(), strict=True)]).T
+        if known:
+            told = np.array([measured[k] for k in known], dtype=float).T
+            off = np.divide(told, found[:, known], out=np.ones_like(told), where=found[:, known] > 0)
+            near = np.abs(np.log(share[known])[:, None] - np.log(share)[None]).argmin(0)
+            found *= off[:, near]
+            found[:, known] = told
+        return found
+
+    def _measured(self, call: Call, operands: Sequence[Value], come: Sequence[Layout]) -> tuple[float, float] | None:
+        """Seconds of both passes on parts that lie so, where they were measured on this cluster."""
+        cluster = self.prices.cluster
+        key = op_key(call, operands, parts(operands, come, self.prices)) if cluster.ops else None
+        found = None if key is None else cluster.op(key)
+        return found if found is None or self.training else (found[0], 0.0)
+
+    def _estimated(
+        self, operands: Sequence[Value], results: Sequence[Value], come: Sequence[Any], lie: Sequence[Any], work: Work, share: float
+    ) -> tuple[float, float]:
+        """Seconds of both passes by the roofline."""
+        prices = self.prices
+        nbytes = sum(v.dtype.itemsize * prices.local(v.shape, layout) for v, layout in zip((*operands, *results), (*come, *lie), strict=True))
+        return roofline(prices.cluster, operands, results, work, share, nbytes, self.training)
+
+
+def roofline(
+    cluster: Cluster, operands: Sequence[Value], results: Sequence[Value], work: Work, share: float, nbytes: float, training: bool
+) -> tuple[float, float]:
+    """Seconds of both passes of a part of a call's work, ``nbytes`` of operands and results among it."""
+    dtype = next((v.dtype for v in (*results, *operands) if v.dtype.is_floating_point), (results or operands)[0].dtype)
+    forward = cluster.compute(work.flops * share, nbytes, dtype)
+    if not (training and work.backward):
+        return forward, 0.0
+    return forward, cluster.compute(work.flops * share * work.backward, int(nbytes * 1.5), dtype, kernels=2 if work.flops else 1)
+
+
+#: What calls do by the rules of a version, for all meshes: asking is slow where a call is a composition.
+_known: dict[Hashable, Any] = {}
+_KEPT = 1 << 14
+
+
+def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
+    """What ``ask`` tells, once for each key as long as the rules stay. None: nothing that is asked twice."""
+    if key is None:
+        return ask()
+    key = RULES.version, key
+    try:
+        return _known[key]
+    except KeyError:
+        found = ask()
+    if len(_known) >= _KEPT:
+        _known.clear()
+    _known[key] = found
+    return found
+
+
+def _loose(s: Signature) -> bool:
+    """Whether some tensor is partial by it: beside a composition, such ways are left out."""
+    return not s.composed and any(e.is_partial for e in (*s.ins, *s.outs))
+
+
+def _largest(s: Signature, operands: Sequence[Value], results: Sequence[Value], size: int) -> float:
+    """What part of the work the busiest rank of an axis has."""
+    for v, e in zip((*operands, *results), (*s.ins, *s.outs), strict=False):
+        if e.is_split:
+            n, unit = v.shape[e.dim], e.unit
+            return min(1.0, unit * -(-n // (unit * size)) / n) if n else 1.0
+    return 1.0 / size
+
+
+def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout | None:
+    """The layout as specs have it; None where some rank would have nothing of it."""
+    plain = all(e.unit == 1 for e in entries)  # such a layout is as specs have it
+    layout = tuple(entries) if plain else Spec.make(value.shape, value.dtype, mesh, entries).layout
+    return layout if fills(value.shape, layout, mesh) else None
+
+
+@lru_cache(maxsize=1 << 16)
+def fills(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
+    """Whether every rank has something of a tensor that lies so."""
+    for dim, n in enumerate(shape):
+        parts = math.prod(mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim)
+        if parts > 1 and n < parts:
+            return False
+    return True

@@ -1,0 +1,63 @@
+"""Fewer options, for tables that would be too wide: some are left out, or values are taken apart so that what is found is a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .min_plus import Factor
+
+__all__ = ["Pairs", "apart", "cheapest", "some", "spread"]
+
+
+class Pairs(NamedTuple):
+    """Of a node whose options are pairs of layouts: the option without a second layout that each has the first one of, how many calls take the value, and
+    whether it is small."""
+
+    alone: tuple[int, ...]
+    takers: int
+    small: bool
+
+
+def some(factor: Factor, kept: Mapping[int, Sequence[int]], ends: Sequence[int]) -> Factor:
+    """A table for these options only; what has but one joins nothing, so that it is no variable of it."""
+    nodes, table = factor
+    for axis, n in enumerate(nodes):
+        if n in kept:
+            table = table.take(kept[n], axis)
+    single = tuple(axis for axis, n in enumerate(nodes) if n not in ends and len(kept.get(n, nodes + nodes)) == 1)
+    return tuple(n for axis, n in enumerate(nodes) if axis not in single), table.squeeze(single)
+
+
+def apart(factor: Factor, values: Sequence[int]) -> Factor:
+    """A table between one of some values and a call as if the value lay as suits that call."""
+    nodes, table = factor
+    if len(nodes) < 2 or not set(nodes) & set(values):
+        return factor
+    axis = 0 if nodes[0] in values else 1
+    return (nodes[1 - axis],), table.min(axis)
+
+
+def spread(factor: Factor, factors: Sequence[Factor], single: Mapping[int, Pairs]) -> Factor:
+    """A table from a value to a call that takes it as if each such call paid an even part of whatever second layout is best for it: never more than with those
+    there are."""
+    nodes, table = factor
+    if len(nodes) < 2 or nodes[0] not in single:
+        return factor
+    alone, takers, _ = single[nodes[0]]
+    own = sum((t for n, t in factors if n == nodes[:1]), np.zeros(len(alone)))
+    least = table.copy()
+    np.minimum.at(least, list(alone), table + ((own - own[list(alone)]) / takers)[:, None])
+    return nodes, least
+
+
+def cheapest(node: int, factors: Sequence[Factor], most: int, kept: Sequence[int] | None = None) -> list[int]:
+    """Of those kept the first and those that cost least, whatever the neighbours do."""
+    total: Any = 0.0
+    for nodes, table in factors:
+        if node in nodes:
+            total = total + (table if len(nodes) == 1 else table.min(1 - nodes.index(node)))
+    found = [int(k) for k in np.argsort(total, kind="stable") if kept is None or int(k) in kept]
+    return sorted({0 if kept is None else kept[0], *found[: most - 1]})

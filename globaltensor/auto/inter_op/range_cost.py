@@ -1,0 +1,97 @@
+"""Runs of segments as one: min-plus products of their matrices. Segments that are alike share them, so a run of n alike costs log n products."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .segment_cost import QUANTITIES, Ground, Weights
+
+__all__ = ["Ranges", "Run", "Table", "join", "runs"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+#: (kind of segment, whether its forward is recomputed, how many of them)
+Run = tuple[int, bool, int]
+_MOST = "X"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of some segments in a row: ``score[h, i, j]``, the least weighted cost with hubs in state h, taking in layout i and giving in layout j; ``parts`` what it
+    is made of (first axis: `QUANTITIES`)."""
+
+    score: Array
+    parts: Array
+
+
+def join(a: Table, b: Table) -> Table:
+    """One after the other: the best layout in between for each pair of outer ones."""
+    both = a.score[:, :, :, None] + b.score[:, None, :, :]
+    middle = both.argmin(2)
+    h, i, j = np.ogrid[: middle.shape[0], : middle.shape[1], : middle.shape[2]]
+    one, two = a.parts[:, h, i, middle], b.parts[:, h, middle, j]
+    parts = one + two
+    x = QUANTITIES.index(_MOST)
+    parts[x] = np.maximum(one[x], two[x])
+    return Table(both[h, i, middle, j], parts)
+
+
+def runs(kinds: Sequence[int], recomputed: Sequence[bool]) -> tuple[Run, ...]:
+    """Segments in a row, those alike together.
+
+    >>> runs([0, 1, 1, 1, 2], [True, True, False, False, False])
+    ((0, True, 1), (1, True, 1), (1, False, 2), (2, False, 1))
+    """
+    return tuple((kind, again, len(list(group))) for (kind, again), group in itertools.groupby(zip(kinds, recomputed, strict=True)))
+
+
+class Ranges:
+    """Tables of runs on a ground, for some weights. ``loose``: hubs lie in each segment as suits it alone, which no plan can do better than."""
+
+    def __init__(self, ground: Ground, weights: Weights, loose: bool = False) -> None:
+        self.ground, self.weights, self.loose = ground, weights, loose
+        self.shape = tuple(len(ground.active[h]) for h in ground.hubs if not loose) or (1,)
+        self._known: dict[tuple[Run, ...], Table] = {}
+
+    def of(self, row: tuple[Run, ...]) -> Table:
+        """The table of these runs."""
+        found = self._known.get(row)
+        if found is None:
+            if len(row) > 1:
+                found = join(self.of(row[:-1]), self.of(row[-1:]))
+            else:
+                ((kind, again, many),) = row
+                found = join(self.of(((kind, again, many // 2),)), self.of(((kind, again, many - many // 2),))) if many > 1 else self._single(kind, again)
+            self._known[row] = found
+        return found
+
+    def _single(self, kind: int, again: bool) -> Table:
+        part = self.ground.part(kind)
+        matrix = part.solve(self.weights, again, self.loose)
+        have = [h in part.segment.hubs for h in self.ground.hubs if not self.loose]
+        ends = matrix.score.shape[-2:]
+        narrow = [n if there else 1 for n, there in zip(self.shape, have, strict=False)] or [1]
+        states = int(np.prod(self.shape))
+        score = np.broadcast_to(matrix.score.reshape(*narrow, *ends), (*self.shape, *ends)).reshape(states, *ends)
+        parts = np.broadcast_to(matrix.parts.reshape(-1, *narrow, *ends), (len(matrix.parts), *self.shape, *ends)).reshape(-1, states, *ends)
+        return Table(score, parts)
+
+    def faces(self, kinds: Sequence[int], recomputed: Sequence[bool], hub: int, start: int, end: int) -> list[int]:
+        """The layouts, by number, in which the activation crosses from segment to segment on the best way from ``start`` to ``end``, these included."""
+        best, back = None, []
+        for kind, again in zip(kinds, recomputed, strict=True):
+            score = self.of(((kind, again, 1),)).score[hub]
+            if best is None:
+                best = score[start]
+                continue
+            total = best[:, None] + score
+            back.append(total.argmin(0))
+            best = total.min(0)
+        found = [end]
+        for step in reversed(back):
+            found.append(int(step[found[-1]]))
+        return [start, *reversed(found)]

@@ -1,0 +1,392 @@
+"""The search over everything: mesh, pipeline stages, micro-batches, schedule, recomputation, ZeRO and the layout of every tensor, under a memory limit.
+
+For each number of stages, mesh and micro-batch there is a lower bound of the modelled time; those that cannot beat the best plan so far are not looked into
+(branch and bound). The best few by the model are simulated action by action, and the quickest of them is the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...cluster import Cluster
+from ...graph.pipeline import promise
+from ...sharding.placement import Placement
+from ..cost.batch_scaling import Batches, takes_statistics
+from .lagrangian_bound import Dual
+from ..ir.op_graph import Calls
+from ..cost.strategies import roofline
+from ..intra_op.formulate import Options, bucket_of
+from ..cost.rule_failures import lost_by
+from ..cost.meshes import divisors, meshes
+from .segment_cost import QUANTITIES, Ground
+from .pipeline_cost import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
+from ..plan.plan import Plan, PlanError
+from ..cost.reshard_cost import FELLOWS, Prices
+from .range_cost import runs
+from ..ir.segments import Chain, cut
+from .step_simulator import Simulation, step
+from .stage_dp import Cutting, divide, least_memory
+from .build_plan import told
+from ..gc_pause import uncollected
+from ..ir.flops import work_of
+
+__all__ = ["Space", "everything"]
+
+#: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as there is.
+_PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
+_SIMULATED: Final = 8  # plans of which the step is simulated
+_ASKED: Final = 3  # prices on memory that are tried before a setting is divided
+_TIGHTENED: Final = 100  # prices on memory that are tried to raise the bound
+_RESCHEDULED: Final = 8  # settings that are tried with all schedules
+_FILLED: Final = ("1f1b", "gpipe")  # schedules whose formula has the whole time of all stages, for the first micro-batch
+_ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one stage a lane
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only these, None: all that are sensible. ``axes``: of a mesh at
+    most. ``micro_batches`` of models that take statistics of the batch (batch norm) give other numbers, as with any accumulation of gradients: unless they are
+    asked for there are none. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even
+    part."""
+
+    stages: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    meshes: Sequence[tuple[int, ...]] | None = None
+    axes: int = 2
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    recompute: bool = True
+    slack: float = 1.15
+
+
+@uncollected()
+def everything(
+    calls_of: Callable[[int], Calls],
+    batch: int,
+    cluster: Cluster,
+    devices: int | None = None,
+    options: Options | None = None,
+    space: Space | None = None,
+    seconds: float | None = None,
+) -> Plan:
+    """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster), with the best bound known.
+
+    ``calls_of(rows)``: the calls of a step on so many rows (a batch is dim 0 of the inputs). ``options.memory``: bytes of a device, by default the cluster's.
+    ``seconds``: stop after so long with the best so far. Deterministic, unless stopped. Raises PlanError where nothing fits, saying the least that would do.
+    """
+    started = time.perf_counter()
+    devices = devices or cluster.size or 1
+    options = options or Options()
+    if options.memory is None and cluster.memory:
+        options = dataclasses.replace(options, memory=cluster.memory)
+    search = _Search(Batches(calls_of, batch), cluster, devices, options, space or Space())
+    captured = time.perf_counter()
+    search.run(math.inf if seconds is None else started + seconds)
+    best, run = search.best()
+    log = {**search.log, "capturing_seconds": captured - started, "searching_seconds": time.perf_counter() - captured}
+    return dataclasses.replace(told(best, run, min(search.bound, best.cost), batch, log), lost=lost_by(search.batches.losses()))
+
+
+class _Search:
+    def __init__(self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: Space) -> None:
+        self.batches, self.cluster, self.devices, self.options, self.space = batches, cluster, devices, options, space
+        self.chain: Chain = cut(batches.whole, options.fixed)
+        self.prices: dict[Placement, Prices] = {}
+        self.found: list[Candidate] = []
+        self.bounds: dict[tuple[int, int, Placement], float] = {}
+        #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once, and
+        #: together with others, which takes a part of the time.
+        self.once: dict[tuple[int, int, Placement], float] = {}
+        self.log: dict[str, Any] = {"segments": len(self.chain.segments), "kinds": len(self.chain.first)}
+        self.statistics = takes_statistics(batches.whole)
+        if self.statistics and not space.micro_batches:
+            self.log["one_batch"] = f"{self.statistics} takes statistics of the batch, which would be others of micro-batches: there are none, and no pipelines"
+        self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
+        self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
+        self._later: list[tuple[float, Setting, Ground, int]] = []
+
+    @property
+    def least(self) -> float:
+        """Seconds of the best plan so far."""
+        return self.found[0].cost if self.found else math.inf
+
+    @property
+    def bound(self) -> float:
+        return min(self.bounds.values(), default=0.0)
+
+    def run(self, until: float) -> None:
+        settings = sorted(self._settings(), key=lambda s: s[:3])
+        if not settings:
+            out = "".join(f"; {told}" for told in self.log.get("left_out", {}).values())
+            many = len(self.chain.segments)
+            raise PlanError(f"nothing to search: {self.devices} devices, a batch of {self.batches.batch}, {many} segments to cut between, {self.space}{out}")
+        self.bounds = {s[1:]: s.bound for s in settings}
+        self.once = {s[1:]: s.bound for s in settings if s.stages == s.micros == 1}
+        seen = 0
+        for setting in settings:
+            if setting.bound >= self.least or (self.found and time.perf_counter() > until):
+                continue
+            seen += 1
+            self._look(setting)
+        if not self.found:
+            raise PlanError(self._too_little())
+        self._reschedule(until)
+        self._tighten(until)
+        others = min((bound for key, bound in self.bounds.items() if key not in self.once), default=math.inf)
+        self.log |= {"settings": len(settings), "searched": seen, "bound_gathered_once": min(others, *self.once.values(), math.inf)}
+        self.log["bound_of_pipelines"] = others if math.isfinite(others) else None
+        self.log["bounds_of_meshes"] = sorted([bound, list(mesh.shape)] for (_, _, mesh), bound in self.once.items())
+        self.log["computing_of_meshes"] = [[s.bound, list(s.mesh.shape)] for s in settings if s[1:] in self.once]
+
+    # The space
+
+    def _settings(self) -> Iterator[Setting]:
+        space = self.space
+        for stages in space.stages or divisors(self.devices):
+            if stages > len(self.chain.segments) or self.devices % stages or not any(True for _ in self._lanes(stages)):
+                continue
+            shapes = meshes(self.devices // stages, self.cluster, space.axes)
+            if space.meshes is not None:
+                shapes = [m for m in shapes if m.shape in set(map(tuple, space.meshes))]
+            for micros in self._micros(stages):
+                bound = sum(self._least(stages, micros)[kind][0] for kind in self.chain.kinds) * micros / stages + self._bubble(stages, micros)
+                yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
+
+    def _micros(self, stages: int) -> list[int]:
+        """Numbers of micro-batches: at least as many as stages, growing by two at least, or those of the space. Where statistics are taken of the batch, one:
+        a plan changes no number."""
+        batch, wanted = self.batches.batch, self.space.micro_batches
+        if wanted:
+            return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
+        if self.statistics:
+            return [1] if stages == 1 else []
+        able = [m for m in divisors(batch) if (m >= stages or stages == 1) and (self.batches.whole.training or m == 1 or stages > 1)]
+        found: list[int] = []
+        for m in able:
+            if m <= max(64, 8 * stages) and (not found or m >= 2 * found[-1]) and self._runs(batch // m):
+                found.append(m)
+        return found
+
+    def _runs(self, rows: int) -> bool:
+        """Whether the model makes the same calls on so many rows."""
+        out = self.log.get("left_out", {})
+        if str(rows) not in out:
+            try:
+                self.batches.at(rows)
+            except PlanError as error:
+                self.log["left_out"] = out = {**out, str(rows): str(error)}
+        return str(rows) not in out
+
+    def _bubble(self, stages: int, micros: int, by: Sequence[tuple[tuple[int, ...], str]] | None = None) -> float:
+        """Seconds that a pipeline takes longer than its busiest lane works (`modelled`), by whichever schedule (``by``: of these lanes and schedules):
+        at least by what computing takes."""
+        least = self._least(stages, micros)
+        work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
+        if stages > len(self.chain.segments):
+            return math.inf
+        return min(filling(schedule, stages, len(lanes), micros, work, forward) for lanes, schedule in by or self._lanes(stages))
+
+    def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
+        """The least seconds of computing a micro-batch of a segment of each kind, in both passes and in the forward pass: if all ranks of a stage share the
+        work evenly and nothing moves. Where calls were measured they may take less than the roofline has them read and write."""
+        key = stages, micros
+        if key not in self._ideals:
+            calls, share = self.batches.at(self.batches.batch // micros), stages / self.devices
+            self._ideals[key] = []
+            for first in self.chain.first:
+                both = forward = 0.0
+                for number in self.chain.segments[first].calls:
+                    call, values = calls.calls[number], calls.values
+                    work, operands, results = work_of(call, values), [values[v] for v in call.operands], [values[v] for v in call.outs]
+                    nbytes = 0.0 if self.cluster.ops else share * sum(v.nbytes for v in (*operands, *results))
+                    if not work.view and (work.flops or nbytes):
+                        passes = roofline(self.cluster, operands, results, work, share, nbytes, calls.training)
+                        both, forward = both + sum(passes), forward + passes[0]
+                self._ideals[key].append((self.options.computation * both, self.options.computation * forward))
+        return self._ideals[key]
+
+    # One setting
+
+    def _look(self, setting: Setting) -> None:
+        _, stages, micros, mesh = setting
+        ground = self._ground(mesh, micros)
+        settled = self.settled.get(mesh)
+        if settled is not None:
+            ground.active = settled
+        free = Cutting(ground, micros, stages, None)
+        part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
+        if setting[1:] not in self.once:
+            least = [both for both, _ in self._least(stages, micros)]
+            self._raise(setting, free.at_least(least, (self.least * 1.02 - bubble) / part) * part + bubble)
+            if self.bounds[setting[1:]] >= self.least * 1.02:
+                return
+        for sides in (False, True):
+            if self.bounds[setting[1:]] < self.least * 1.02:
+                evenly = free.evenly(sides=sides)
+                self._raise(setting, evenly if all(name in _FILLED for _, name in self._lanes(stages)) else evenly * part + bubble)
+        if setting[1:] in self.once:
+            self.once[setting[1:]] = max(setting.bound, free.evenly(0.5 * min(1.0, self.cluster.bucketed) / FELLOWS, True))
+        if self.bounds[setting[1:]] >= self.least * 1.02:
+            return
+        free.settle()
+        self.settled[mesh] = ground.active
+        scores = free.first.of(runs(free.kinds, [False] * len(free.kinds))).score.min((1, 2))
+        evenly, hub = float(scores.min()) / stages, int(scores.argmin())
+        # The first schedule has the whole bubble; what others could save is looked at later.
+        lanes, schedule = next(self._lanes(stages))
+        if (evenly if schedule in _FILLED else self.bounds[setting[1:]]) < self.least * 1.02:
+            self._divide(ground, setting, schedule, lanes, hub)
+        if stages > 1 and self.bounds[setting[1:]] < self.least:
+            self._later.append((evenly, setting, ground, hub))
+            hopes = {id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)]) for e in self._later}
+            self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[:_RESCHEDULED]
+
+    def _ground(self, mesh: Placement, micros: int) -> Ground:
+        prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
+        return Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+
+    def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
+        """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
+        _, stages, micros, _ = setting
+        bubble = evenly * (stages - 1) / (micros + stages - 1)
+        short = max(0.0, 1 - micros / (2 * stages - 1))
+        kept = {"interleaved": 0.5, "zb-h1": 1 / 3, "zb-h2": (1 + short) / 3, "zb-v": (0.5 + short) / 3}.get(schedule, 1.0)
+        return evenly - (1 - kept) * bubble
+
+    def _raise(self, setting: Setting, bound: float) -> None:
+        self.bounds[setting[1:]] = max(self.bounds[setting[1:]], bound)
+
+    def _lanes(self, stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
+        segments, wanted = len(self.chain.segments), self.space.schedules
+        if stages == 1 or not self.batches.whole.training:
+            yield tuple(range(stages)), "1f1b"
+            return
+        for name in wanted:
+            if name in _ONE_BY_ONE:
+                yield tuple(range(stages)), name
+        if "interleaved" in wanted and 2 * stages <= segments:
+            yield tuple(range(stages)) * 2, "interleaved"
+        if "zb-v" in wanted and 2 * stages <= segments:
+            yield (*range(stages), *reversed(range(stages))), "zb-v"
+
+    def _divide(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
+        """Add the best plan of a setting by a schedule to those found."""
+        dual = self._dual(ground, setting, schedule, lanes)
+        while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
+            pass
+        if dual.value >= self.least * 1.02:
+            return
+        stages, micros, chunks = setting.stages, setting.micros, len(lanes)
+        each = chunks // stages
+        held = self._flights(stages, micros, schedule, lanes)
+        flights = tuple(held[lane] for lane in lanes)
+        limit = self.options.memory / each if self.options.memory else None
+        cutting = Cutting(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
+        if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
+            return
+        loads = [float(cutting.first.of(((kind, False, 1),)).score[hub].min()) for kind in cutting.kinds]
+        crossing = Crossing(ground, self.cluster, setting, hub)
+        faces = None if chunks == 1 else narrowed(cutting, hub)
+        found = divide(
+            len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]), lambda i, b: crossing.seconds(b),
+            loads, self.space.slack, faces,
+        )  # fmt: skip
+        if found is None:
+            return
+        spans, ends = zip(found.cuts, found.cuts[1:], strict=False), list(zip(found.faces, found.faces[1:], strict=False))
+        offers = [cutting.of(a, b, flights[i]) for i, (a, b) in enumerate(spans)]
+        ways = tuple(o.ways[int(o.way[e])] for o, e in zip(offers, ends, strict=True))
+        parts = [parts_of(cutting, found, ways, i) for i in range(chunks)]
+        forwards = [float(p[QUANTITIES.index("F")]) for p in parts]
+        moved = [float(crossing.seconds(c)[f]) for c, f in zip(found.cuts[1:-1], found.faces[1:-1], strict=True)]
+        times, steps = [float(o.time[e]) for o, e in zip(offers, ends, strict=True)], [float(o.step[e]) for o, e in zip(offers, ends, strict=True)]
+        cost = modelled(schedule, lanes, micros, times, steps, moved, forwards)
+        self.found.append(Candidate(cost, setting, schedule, lanes, found, ways, cutting))
+        self.found.sort(key=lambda c: (c.cost, c.setting.stages, c.setting.micros, c.schedule))
+        del self.found[3 * _SIMULATED :]
+
+    def _flights(self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]) -> tuple[float, ...]:
+        """How many micro-batches each lane holds of all its layers at most."""
+        most = promise(schedule, lanes, micros) if stages > 1 and self.batches.whole.training else (1,) * stages
+        return tuple(n * stages / len(lanes) for n in most)
+
+    def _dual(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...]) -> Dual:
+        """The bound of a setting by a schedule, within the memory."""
+        _, stages, micros, _ = setting
+        key = *setting[1:], schedule
+        if key not in self.duals:
+            part, bubble = (1.0, 0.0) if schedule in _FILLED else (micros / (micros + stages - 1), self._bubble(stages, micros, [(lanes, schedule)]))
+            cutting = Cutting(ground, micros, stages, self.options.memory or None, recompute=self.space.recompute)
+            self.duals[key] = Dual(cutting, part, bubble, self._flights(stages, micros, schedule, lanes))
+        return self.duals[key]
+
+    def _reschedule(self, until: float) -> None:
+        """Other schedules, for the pipelines that would be best without their bubble."""
+        for evenly, setting, ground, hub in self._later:
+            for lanes, schedule in list(self._lanes(setting.stages))[1:]:
+                if max(self.bounds[setting[1:]], self._hope(evenly, setting, schedule)) < self.least and time.perf_counter() < until:
+                    self._divide(ground, setting, schedule, lanes, hub)
+
+    def _tighten(self, until: float) -> None:
+        """Raise the lowest bounds by a price on memory, where there is a limit."""
+        if not self.options.memory:
+            return
+        for _ in range(_TIGHTENED):
+            key = min(self.bounds, key=lambda k: (self.bounds[k], k[:2]))
+            if self.bounds[key] >= self.found[0].cost or time.perf_counter() > until:
+                return
+            setting, ground = Setting(self.bounds[key], *key), self._ground(key[2], key[1])
+            duals = [self._dual(ground, setting, schedule, lanes) for lanes, schedule in self._lanes(key[0])]
+            lowest = min(duals, key=lambda dual: dual.value)
+            if lowest.value <= self.bounds[key] and not lowest.look():
+                return
+            self._raise(setting, min(dual.value for dual in duals))
+
+    # The end
+
+    def best(self) -> tuple[Candidate, Simulation]:
+        """The quickest of the best few, by simulation, with its run."""
+        tried: list[tuple[float, float, int, Candidate, Simulation]] = []
+        for candidate in self.found:
+            run = step(stages_of(candidate, self.cluster), candidate.schedule, candidate.lanes, candidate.setting.micros, self.cluster)
+            if not self.options.memory or max(run.memory) <= self.options.memory:
+                tried.append((run.seconds, candidate.cost, len(tried), candidate, run))
+            if len(tried) == _SIMULATED:
+                break
+        if not tried:
+            raise PlanError(self._too_little())
+        _, _, _, candidate, run = min(tried, key=lambda t: t[:3])
+        self.log["simulated"] = len(tried)
+        return candidate, run
+
+    def _too_little(self) -> str:
+        limit, calls = self.options.memory, self.batches.whole
+        if not limit:
+            return f"no way was found to run these calls on {self.devices} devices in {self.space}: some call cannot take what it is given as it is laid"
+        least, where = math.inf, ""
+        for stages in self.space.stages or divisors(self.devices):
+            if stages > len(self.chain.segments) or self.devices % stages:
+                continue
+            if stages > 1 and self.statistics and not self.space.micro_batches:
+                continue
+            micros = max(self._micros(stages), default=1)
+            for mesh in meshes(self.devices // stages, self.cluster, 1):
+                ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
+                cutting = Cutting(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
+                cutting.settle()
+                cutting.settle(-1)
+                found = least_memory(cutting, stages, [float(min(micros, stages - i)) for i in range(stages)])
+                if found < least:
+                    least, where = found, f"{stages} stage{'s' * (stages > 1)} of {mesh.size} devices, {micros} micro-batches"
+        kept = sum(v.nbytes for v in calls.parameters)
+        return (
+            f"no plan fits into memory={limit} bytes a device on {self.devices} devices with a batch of {self.batches.batch}: the least that was found is "
+            f"{math.ceil(least)} bytes ({least / 2**30:.3g} GiB) a device, with {where}{' and everything recomputed' if self.space.recompute else ''}; "
+            f"parameters, gradients and optimizer state are {kept * (2 + self.options.states) / 2**30:.3g} GiB in all. Give more devices or memory, a smaller "
+            f"batch, an optimizer with less state{'' if self.space.recompute else ', or allow recomputation'}"
+        )

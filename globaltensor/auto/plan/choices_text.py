@@ -1,0 +1,102 @@
+"""What a plan chooses besides layouts, as text: stages, micro-batches, schedule, recomputation, shares of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...boxing.moves import show_bytes
+from .formatting import folded, pattern
+from .plan import Plan
+
+__all__ = ["besides", "lying", "stages", "told"]
+
+
+def stages(plan: Plan) -> list[tuple[str, ...]]:
+    """A row for each pipeline stage, below a row of titles; nothing where there are none."""
+    records = plan.choices.get("stages") or ()
+    if not (len(records) > 1 and all(isinstance(s, Mapping) for s in records)):
+        return []
+    rows: list[tuple[str, ...]] = [("stage", "lane", "ranks", "mesh", "holds", "runs again", "memory a rank")]
+    for i, s in enumerate(records):
+        first, end = s.get("ranks", (0, 0))
+        again = s.get("recompute") or ()
+        held = s.get("segments") or s.get("modules") or ()
+        memory = show_bytes(s["memory"]) if "memory" in s else ""
+        rows.append((str(i), str(s.get("lane", i)), f"{first}-{end - 1}", told(s.get("mesh"), "x"), _parts(held), _parts(again) or "nothing", memory))
+    return rows
+
+
+def lying(plan: Plan) -> str:
+    """What the devices are arranged in.
+
+    >>> lying(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
+    'a mesh of 2 x 4'
+    """
+    if len(stages(plan)) <= 2:
+        return f"a mesh of {_times(plan.mesh)}" if len(plan.mesh) > 1 else "one axis"
+    records = plan.choices["stages"]
+    mesh, count = records[0].get("mesh", plan.mesh), len(records)
+    groups = len({s.get("lane", k) for k, s in enumerate(records)})
+    size = math.prod(mesh)
+    each = f"{size} device{'s' * (size != 1)} each" + (f" (a mesh of {_times(mesh)})" if len(mesh) > 1 else "")
+    if groups == count:
+        return f"{count} pipeline stages of {each}"
+    return f"{count} pipeline stages on {groups} group{'s' * (groups != 1)} of {each}"
+
+
+def _times(mesh: Sequence[int]) -> str:
+    return " x ".join(map(str, mesh))
+
+
+def besides(plan: Plan) -> list[tuple[str, str]]:
+    """(what, the choice), but for stages."""
+    choices = dict(plan.choices)
+    if stages(plan):
+        choices["stages"] = len(choices["stages"])
+    rows = []
+    for name, value in choices.items():
+        if name == "mesh" or (name == "stages" and not isinstance(value, int)):
+            continue  # one stage is no choice; the mesh stands in the headline
+        if name == "freed":
+            rows.append(("gathered parameters", "let go of after each use, gathered again in backward"))
+            continue
+        text = _zero(value) if name == "zero" and isinstance(value, Mapping) else _parts(value) if name == "recompute" else told(value)
+        if text:
+            rows.append((str(name).replace("_", " "), text))
+    return rows
+
+
+def _zero(shared: Mapping[str, Any]) -> str:
+    """Parameters kept in shares, those alike together."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path, how in shared.items():
+        groups[told(how)].append(path)
+    return "; ".join(f"{_parts(paths)} ({how})" for how, paths in groups.items())
+
+
+def _parts(names: Any) -> str:
+    """Names with layers that follow one another folded: ``token, blocks.{0-3}``."""
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        return told(names)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in filter(None, dict.fromkeys(map(str, names))):
+        groups[pattern(name)].append(name)
+    # With numbers, never a star: there are others elsewhere.
+    return told([folded(alike, Counter()) for alike in groups.values()])
+
+
+def told(value: Any, between: str = ", ") -> str:
+    """A choice in a line.
+
+    >>> told({"stage": 3, "shares": ["S(0)", "B"]}), told(None), told(0.123456), told(range(20))
+    ('stage 3, shares S(0), B', '', '0.1235', '0, 1, 2, 3, ... 19 (20)')
+    """
+    if isinstance(value, Mapping):
+        return between.join(f"{k} {told(v)}" for k, v in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        texts = [told(v) for v in value]
+        return between.join(texts) if len(texts) <= 8 else f"{between.join(texts[:4])}, ... {texts[-1]} ({len(texts)})"
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

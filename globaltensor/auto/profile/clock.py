@@ -1,0 +1,126 @@
+"""Timing on all ranks at once: rounds over all cases in turn, each case begun together; of a round counts the slowest rank, of the rounds the median."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...distributed.communicator import Comm
+from ...distributed.world import World, world
+from ..._tensor.gradients.flat_buffers import keep_let_go_memory
+
+__all__ = ["Case", "Clock"]
+
+_BLOCK_SECONDS = 2e-3  # so long at least are calls repeated before the clock is read
+_QUICK_SECONDS = 5e-3
+_MOST_CALLS = 200
+_MOST_ROUNDS = 50
+_FEWEST_ROUNDS = 3
+
+
+@dataclass
+class Case:
+    """Something to time: ``call``, or nothing on ranks that it does not need. ``size`` orders the cases of one ``name``: where one takes
+    too long, larger ones are left out. ``prepare`` runs before each call, untimed."""
+
+    name: object
+    size: float
+    call: Callable[[], object] | None
+    prepare: Callable[[], object] | None = None
+    count: int = 1  # how many of what is timed a call does
+    calls: int = 1  # in a block, chosen by the clock
+
+
+class Clock:
+    """The clock of one rank; every rank must ask for the same cases in the same order. ``hurried``: one round is enough."""
+
+    def __init__(self, device: torch.device, hurried: bool = False) -> None:
+        keep_let_go_memory()  # as a training step does
+        self.device, self.hurried = device, hurried
+        self.world: World = world()
+        self.everyone: Comm = self.world.comm(tuple(range(self.world.size)))
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Elementwise maximum over the ranks."""
+        return [max(each) for each in zip(*self.everyone.all_gather_object(list(seconds)), strict=True)]
+
+    def time(self, cases: Sequence[Case], seconds: float, longest: float | None = None) -> dict[int, float]:
+        """Median seconds of a call, by the case's number, in about ``seconds`` for all.
+
+        With ``longest`` cases that take longer a call are left out, and larger ones of their name, then the slowest for which there is no time, but never the
+        first one of a name; without it nothing is left out. What is not is timed three times at least.
+        """
+        began = self.world_time()
+        took = self._pilot(cases, longest)
+        left = max(seconds - (self.world_time() - began), seconds / 4)
+        kept = sorted(took) if longest is None else self._affordable(cases, took, left / _FEWEST_ROUNDS)
+        blocks: dict[int, list[float]] = {i: [] for i in kept}
+        quick = [i for i in kept if took[i] <= _QUICK_SECONDS]
+        rounds = 0
+        while rounds < _MOST_ROUNDS:
+            for each in (kept, quick, [] if self.hurried else quick):  # those cost little and vary most
+                for i in each:
+                    blocks[i].append(self._block(cases[i]))
+            rounds += 1
+            if rounds >= (1 if self.hurried else _FEWEST_ROUNDS) and (self.world_time() - began) * (1 + 1 / rounds) > seconds:
+                break
+        on_ranks = self.everyone.all_gather_object(blocks)
+        return {i: statistics.median(max(each) for each in zip(*(ranks[i] for ranks in on_ranks), strict=True)) for i in kept}
+
+    def _affordable(self, cases: Sequence[Case], took: dict[int, float], seconds: float) -> list[int]:
+        """The cases that go into a round of so many seconds."""
+        first = {}
+        for i in sorted(took, reverse=True):
+            first[cases[i].name] = i
+        kept, cost = sorted(took), {i: t * cases[i].calls * cases[i].count for i, t in took.items()}
+        for i in sorted(kept, key=lambda i: (-cost[i], i)):
+            if sum(cost[k] for k in kept) > seconds and i not in first.values():
+                kept.remove(i)
+        return kept
+
+    def world_time(self) -> float:
+        """The time by rank 0's clock, so that all ranks decide alike."""
+        now: float = self.everyone.all_gather_object(time.perf_counter())[0]
+        return now
+
+    def _pilot(self, cases: Sequence[Case], longest: float | None) -> dict[int, float]:
+        """Warm all cases up and choose how often each is called in a block -> seconds of a call of those that are quick enough."""
+        found: dict[int, float] = {}
+        late: set[object] = set()
+        begun: set[object] = set()
+        for i, case in enumerate(cases):
+            if case.name in late:
+                continue
+            took = self.slowest([self._block(case)])[0]
+            if longest is None or took <= 4 * longest:  # the first call of all may take longer
+                took = self.slowest([self._block(case)])[0]
+            if longest is not None and took > longest:
+                late.add(case.name)
+                if case.name in begun:
+                    continue
+            begun.add(case.name)
+            case.calls = 1 if case.prepare else max(1, min(_MOST_CALLS, int(_BLOCK_SECONDS / max(took, 1e-9))))
+            found[i] = took
+        return found
+
+    def _block(self, case: Case) -> float:
+        """Seconds a call of the case took this rank."""
+        if case.prepare is not None:
+            case.prepare()
+        self.everyone.barrier()
+        if case.call is None:
+            return 0.0
+        self._settle()
+        began = time.perf_counter()
+        for _ in range(case.calls):
+            case.call()
+        self._settle()
+        return (time.perf_counter() - began) / (case.calls * case.count)
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

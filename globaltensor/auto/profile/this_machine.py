@@ -1,0 +1,131 @@
+"""The cluster that a job's ranks are on, for whoever has named none: measured in a few seconds once on a machine, and read from a file from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...cluster import Cluster
+from ...distributed.backends.shared_memory import VARIABLE as SHARED_MEMORY
+from ...distributed.world import ProcessWorld, World, world
+from ...errors import ClusterError
+from .measure import measured
+
+__all__ = ["VARIABLE", "cache_folder", "cluster_here"]
+
+#: An environment variable; 0: nothing is measured.
+VARIABLE: Final = "GLOBALTENSOR_PROFILE"
+_SECONDS: Final = 2.0
+_VERSION: Final = 1  # of what is measured, and how
+_SHORT: Final = ". Calls are priced by operations and bytes: steps of small models take two or three times as long, flow.auto.calibrate measures their calls"
+
+log = logging.getLogger("globaltensor")
+
+
+def cluster_here(device: str) -> Cluster | None:
+    """Return the cluster of this world's ranks, measured on devices of this type before or now; None where it is not to be measured, or cannot be.
+
+    It is measured in about two seconds where nothing else runs. The figures are kept in a file of the user's cache, by rank 0, and are for all later jobs of
+    the same ranks, threads, machines and versions. All ranks must call it, and get the same.
+    """
+    here = world()
+    if here.size == 1 or not isinstance(here, ProcessWorld):  # ranks that are threads take turns: nothing to measure
+        return None
+    everyone = here.comm(tuple(range(here.size)))
+    asked = everyone.all_gather_object((os.environ.get(VARIABLE, "1") != "0", _machine(device)))
+    if not asked[0][0]:  # rank 0 says it for all
+        return None
+    what = {"version": _VERSION, "device": device, "backend": here.backend, "torch": torch.__version__, "ranks": [machine for _, machine in asked]}
+    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
+    known = _known.setdefault(here, {})
+    if key not in known:  # and so on every rank
+        known[key] = _kept_or_measured(device, cache_folder() / f"{key}.json")
+    return known[key]
+
+
+#: What this process has found out, by world and by what it depends on.
+_known: WeakKeyDictionary[World, dict[str, Cluster | None]] = WeakKeyDictionary()
+
+
+def _kept_or_measured(device: str, path: Path) -> Cluster | None:
+    here = world()
+    everyone = here.comm(tuple(range(here.size)))
+    kept: Cluster | None = everyone.all_gather_object(_read(path) if here.rank == 0 else None)[0]
+    if kept is not None:
+        return kept
+    try:
+        found = measured(_SECONDS, device, "this machine", hurried=True)
+        found = replace(found, measured=tuple(curve.lawful() for curve in found.measured), source=found.source + _SHORT)
+    except ClusterError as error:  # the same on every rank
+        log.warning("the ranks of this job were not measured, so plans are made for the generic machine: %s", error)
+        return None
+    where: str = everyone.all_gather_object(_write(path, found) if here.rank == 0 else "")[0]
+    return replace(found, source=found.source + where)
+
+
+def cache_folder() -> Path:
+    """The folder of measured clusters in the user's cache."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # this user has no home
+        folder = Path(tempfile.gettempdir())
+    return folder / "globaltensor" / "clusters"
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """What of a rank its figures depend on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {"host": socket.gethostname(), "processor": _processor(), "cores": cores, "threads": torch.get_num_threads()}
+    if device == "cuda" and torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return found | {"shared memory": os.environ.get(SHARED_MEMORY, "1")}
+
+
+def _processor() -> str:
+    """The name of the processor."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> Cluster | None:
+    """What the file says; None where there is none, or it is broken."""
+    if not path.exists():
+        return None
+    try:
+        return Cluster.load(path)
+    except ClusterError as error:
+        log.warning("a file of measured figures is broken, so they are measured anew: %s", error)
+        return None
+
+
+def _write(path: Path, found: Cluster) -> str:
+    """Keep a cluster -> what is said of that. The file is there as a whole or not at all; where it cannot be written, the next job measures again."""
+    kept = f". Kept in {path}: delete the file to measure anew"
+    partial = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        os.close(handle)
+        replace(found, source=found.source + kept).save(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        log.warning("measured figures could not be kept, so the next job measures again: %s: %s", path, error.strerror or error)
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        return ""
+    return kept

@@ -1,0 +1,494 @@
+"""Smaller problems with the same optimum: what is forbidden, constant, dominated or follows from a neighbour is taken out, and put back afterwards.
+
+Every step is exact under the memory limit: a strategy is only dominated by one that takes no more at any time, and a node is only minimised out
+where its usage does not depend on its strategy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .problem import FORBIDDEN, Array, Problem
+from .array_interning import Shared
+
+#: Dominance compares K x K strategies over this many entries at the most, and a node between two others is taken out over as many.
+MOST_COMPARED = 4_000_000
+#: The latter where there is no memory to heed: what is left then is eliminated anyhow.
+MOST_LINKED = 30_000_000
+#: By how much the tables may grow where a node is taken out and others stay.
+GROWTH = 3.0
+#: Neighbours with which a node is merged all the same.
+MANY = 100
+#: Entries of tables that are compared in one step, where one strategy has not more.
+AT_ONCE = 1 << 16
+NOTHING = np.array(0)
+
+
+@dataclass
+class Uses:
+    """The usages of one node: starts and ends (n), amounts (n, strategies)."""
+
+    starts: Array
+    ends: Array
+    amounts: Array
+
+    def pick(self, kept: Array, shared: Shared) -> Uses:
+        return Uses(self.starts, self.ends, shared(columns, self.amounts, kept))
+
+
+class Step(NamedTuple):
+    """How a node's strategy is read off later ones: `table` at the strategies of the nodes `near` (itself, where strategies were dropped)."""
+
+    node: int
+    near: tuple[int, ...]
+    table: Array
+
+
+@dataclass
+class Core:
+    """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain; `steps` leads back to the whole.
+
+    Costs may be complex numbers: two problems at once, one in the real and one in the imaginary parts. What is taken out then is no loss for either, so neither
+    for any sum of theirs, nor for the larger one.
+    """
+
+    costs: list[Array]
+    near: list[dict[int, Array]]  # near[i][j] = table (strategies of i, strategies of j); near[j][i] is its transpose
+    uses: list[list[Uses]]
+    room: Array = field(default_factory=lambda: np.zeros(0))  # what the limit leaves at each moment to what is still to be chosen
+    moments: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the numbers these moments had at first
+    constant: Any = 0.0  # a number of the kind that costs are
+    steps: list[Step] = field(default_factory=list)
+    live: set[int] = field(default_factory=set)
+    feasible: bool = True
+    shared: Shared = field(default_factory=Shared)
+
+    def copy(self) -> Core:
+        """A core to reduce further on its own; arrays are shared, they are replaced and not written to (but for the room)."""
+        near = [dict(around) for around in self.near]
+        uses = [list(blocks) for blocks in self.uses]
+        return Core(list(self.costs), near, uses, self.room.copy(), self.moments, self.constant, list(self.steps), set(self.live), self.feasible, self.shared)
+
+    def expand(self, choice: dict[int, int]) -> list[int]:
+        """A choice of every node of the whole problem, from one of the live nodes."""
+        found = dict(choice)
+        for step in reversed(self.steps):
+            found[step.node] = int(step.table[tuple(found[j] for j in step.near)])
+        return [found[i] for i in range(len(self.costs))]
+
+
+def as_floats(costs: Array) -> Array:
+    if costs.dtype.kind in "fc":
+        return costs
+    return np.where(costs >= FORBIDDEN, np.inf, costs.astype(np.float64))
+
+
+def core_of(problem: Problem) -> Core:
+    """The problem in the solver's form, nothing reduced yet. Parallel edges are added up; time is counted in the moments at which usage changes."""
+    limited = problem.usage_limit is not None
+    rows = [[use for use in uses if use.start is None or use.end is None or use.start < use.end] if limited else [] for uses in problem.usages]
+    moments = sorted({moment for uses in rows for use in uses for moment in (use.start, use.end) if moment is not None}) or [0]
+    place: dict[int | None, int] = {moment: n for n, moment in enumerate(moments)}
+    last = max(len(moments) - 1, 1)
+    shared = Shared()
+    uses: list[list[Uses]] = []
+    for listed in rows:
+        block = Uses(
+            np.array([0 if use.start is None else place[use.start] for use in listed], dtype=np.int64),
+            np.array([last if use.start is None else place[use.end] for use in listed], dtype=np.int64),
+            shared.same(np.array([use.amounts for use in listed], dtype=np.float64)),
+        )
+        uses.append([block] if listed else [])
+    near: list[dict[int, Array]] = [{} for _ in problem.costs]
+    converted: dict[int, Array] = {}
+    for (i, j), table in zip(problem.edges, problem.tables, strict=True):
+        floats = converted.get(id(table))
+        if floats is None:
+            floats = converted[id(table)] = shared.same(as_floats(table))
+        join(near, i, j, floats, shared)
+    room = np.full(last if any(rows) else 0, float(problem.ceiling or 0))
+    costs = [shared.same(as_floats(costs)) for costs in problem.costs]
+    return Core(costs, near, uses, room, np.arange(len(room)), live=set(range(len(problem.costs))), shared=shared)
+
+
+def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Shared) -> None:
+    """Add a table to the edge (i, j)."""
+    if j in near[i]:
+        table = shared(np.add, near[i][j], table)
+    near[i][j] = table
+    near[j][i] = shared(np.transpose, table)
+
+
+def reduce(core: Core, deadline: float = np.inf, nodes: dict[int, None] | None = None) -> Core:
+    """Reduce in place until nothing changes, or time is up. Sets `feasible` to False where no choice avoids what is forbidden.
+
+    `nodes` are those that changed since it was reduced last; all where none are named.
+    """
+    if nodes is None:
+        nodes = dict.fromkeys(sorted(core.live))  # an ordered set: nodes whose costs, usages or edges are new
+    edges = {(min(i, j), max(i, j)): None for i in nodes for j in core.near[i]}  # edges whose tables are new
+    while (edges or nodes) and time.monotonic() < deadline:
+        changed = consistent(core, edges, nodes)
+        if not core.feasible:
+            break
+        for i in [i for i in changed if i in core.live and len(core.costs[i]) == 1]:
+            changed |= dict.fromkeys(fix(core, i))
+        nodes |= changed
+        edges = merged(core, edges, nodes)
+        if edges:
+            continue
+        for i in list(nodes):
+            if time.monotonic() >= deadline:
+                break
+            if i in core.live:
+                constant_usage(core, i)
+                if not core.uses[i] and len(core.near[i]) <= 2 and cheap(core, i):
+                    around = eliminate(core, i)
+                    if around is None:
+                        continue
+                    nodes |= dict.fromkeys(around)
+                    if len(around) == 2:
+                        edges[min(around), max(around)] = None
+        looked, nodes = nodes, {}
+        for i in looked:
+            if time.monotonic() >= deadline:
+                break
+            kept = undominated(core, i) if i in core.live else None
+            if kept is not None:
+                drop(core, i, kept)
+                nodes |= dict.fromkeys([i, *core.near[i]])
+                edges |= {(min(i, j), max(i, j)): None for j in core.near[i]}
+    return core
+
+
+def consistent(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[int, None]:
+    """Drop the strategies that are forbidden, or go with no strategy of some neighbour; the nodes touched. Adds the edges that shrink."""
+    fresh, touched = list(edges), dict(nodes)
+    shared = core.shared
+    possible: dict[int, Array] = {i: shared(np.isfinite, core.costs[i]) for i in nodes if i in core.live}
+    while fresh or possible:
+        for i, j in fresh:
+            table = core.near[i].get(j)
+            if table is None:
+                continue
+            for end, goes in zip((i, j), shared(finite, table), strict=True):
+                if goes is not None:
+                    possible[end] = shared(np.logical_and, possible[end] if end in possible else shared(np.isfinite, core.costs[end]), goes)
+        fresh = []
+        for i, goes in possible.items():
+            left = shared(some, goes)
+            if left is not None:
+                if not len(left):
+                    core.feasible = False
+                    return touched
+                drop(core, i, left)
+                touched[i] = None
+                fresh += [(min(i, j), max(i, j)) for j in core.near[i]]
+        possible = {}
+        fresh = list(dict.fromkeys(fresh))
+        edges |= dict.fromkeys(fresh)
+    return touched
+
+
+def finite(table: Array) -> tuple[Array | None, Array | None]:
+    """Whether each row, and each column, has a finite entry; None where all have."""
+    mask = np.isfinite(table)
+    rows, across = np.asarray(mask.any(1)), np.asarray(mask.any(0))
+    return None if rows.all() else rows, None if across.all() else across
+
+
+def some(goes: Array) -> Array | None:
+    """The numbers of those that are true; None where all are."""
+    return None if goes.all() else np.flatnonzero(goes)
+
+
+def merged(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[tuple[int, int], None]:
+    """Merge along these edges the nodes that follow from a neighbour; the edges that are new. Adds the nodes touched."""
+    new: dict[tuple[int, int], None] = {}
+    for i, j in edges:
+        table = core.near[i].get(j)
+        if table is None:
+            continue
+        leaders = [(a, b) for a, b in ((i, j), (j, i)) if core.shared(follows, core.near[a][b]) and slim(core, b, a)]
+        if leaders:
+            leader, follower = min(leaders, key=lambda pair: len(core.near[pair[1]]))
+            around = follow(core, follower, leader)
+            nodes |= dict.fromkeys([leader, *around])
+            new |= {(min(leader, n), max(leader, n)): None for n in around}
+    return new
+
+
+def drop(core: Core, i: int, kept: Array) -> None:
+    """Keep only these strategies of node i."""
+    shared = core.shared
+    core.costs[i] = shared(rows, core.costs[i], kept)
+    core.uses[i] = [block.pick(kept, shared) for block in core.uses[i]]
+    for j, table in core.near[i].items():
+        core.near[i][j] = smaller = shared(rows, table, kept)
+        core.near[j][i] = shared(np.transpose, smaller)
+    core.steps.append(Step(i, (i,), kept))
+
+
+def rows(table: Array, kept: Array) -> Array:
+    return np.ascontiguousarray(table[kept])
+
+
+def columns(table: Array, kept: Array) -> Array:
+    return np.ascontiguousarray(table[:, kept])
+
+
+def detach(core: Core, i: int) -> list[int]:
+    around = list(core.near[i])
+    for j in around:
+        del core.near[j][i]
+    core.near[i] = {}
+    core.live.discard(i)
+    return around
+
+
+def fix(core: Core, i: int) -> list[int]:
+    """Take out a node with one strategy."""
+    core.constant += core.costs[i][0].item()
+    for block in core.uses[i]:
+        occupy(core, block, block.amounts[:, 0])
+    core.uses[i] = []
+    for j, table in core.near[i].items():
+        core.costs[j] = core.shared(with_first, core.costs[j], table)
+    core.steps.append(Step(i, (), NOTHING))
+    return detach(core, i)
+
+
+def with_first(costs: Array, table: Array) -> Array:
+    return np.asarray(costs + table[0])
+
+
+def follows(table: Array) -> bool:
+    """Whether each row (strategy of the leader) leaves one column."""
+    return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(np.isfinite(table).any(1).all())
+
+
+def slim(core: Core, j: int, i: int) -> bool:
+    """Whether tables do not grow much where node j is merged into node i: its edges get a row for each strategy of that."""
+    mine, theirs = len(core.costs[j]), len(core.costs[i])
+    if theirs <= mine or len(core.near[j]) > MANY:
+        return True
+    return (theirs - mine) * sum(len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]) <= GROWTH * theirs * mine
+
+
+def follow(core: Core, j: int, i: int) -> list[int]:
+    """Merge node j into node i, whose strategy leaves it one choice."""
+    table, shared = core.near[i][j], core.shared
+    chosen = shared(following, table)
+    core.costs[i] = shared(followed, core.costs[i], core.costs[j], table, chosen)
+    core.uses[i] = joined(core.uses[i] + [block.pick(chosen, shared) for block in core.uses[j]], shared)
+    core.uses[j] = []
+    others = [(n, other) for n, other in core.near[j].items() if n != i]
+    core.steps.append(Step(j, (i,), chosen))
+    detach(core, j)
+    for n, other in others:
+        join(core.near, i, n, shared(rows, other, chosen), shared)
+    return [n for n, _ in others]
+
+
+def following(table: Array) -> Array:
+    """The one column that each row leaves."""
+    return np.asarray(np.isfinite(table).argmax(1))
+
+
+def followed(costs: Array, theirs: Array, table: Array, chosen: Array) -> Array:
+    return np.asarray(costs + theirs[chosen] + table[np.arange(len(chosen)), chosen])
+
+
+def joined(blocks: list[Uses], shared: Shared) -> list[Uses]:
+    """Few blocks, each at most about half as long as the one before it."""
+    while len(blocks) > 1 and len(blocks[-1].starts) * 2 > len(blocks[-2].starts):
+        a, b = blocks[-2:]
+        starts, ends = np.concatenate([a.starts, b.starts]), np.concatenate([a.ends, b.ends])
+        blocks = [*blocks[:-2], Uses(starts, ends, shared(stacked, a.amounts, b.amounts))]
+    return blocks
+
+
+def stacked(above: Array, below: Array) -> Array:
+    return np.concatenate([above, below])
+
+
+def occupy(core: Core, block: Uses, amounts: Array) -> None:
+    """Take from the room what will be used whatever is chosen."""
+    low, high = int(block.starts.min()), int(block.ends.max())
+    if len(block.starts) == 1:
+        core.room[low:high] -= amounts[0]
+    else:
+        change = np.bincount(block.starts - low, amounts, high - low + 1) - np.bincount(block.ends - low, amounts, high - low + 1)
+        core.room[low:high] -= np.cumsum(change[:-1])
+
+
+def constant_usage(core: Core, i: int) -> None:
+    """Move what every strategy of node i takes to the fixed usage."""
+    left = []
+    for block in core.uses[i]:
+        least, matters, rest = core.shared(above_least, block.amounts)
+        if least is not None:
+            occupy(core, block, least)
+        if matters is not None:
+            block = Uses(block.starts[matters], block.ends[matters], rest)
+        elif least is not None:
+            block = Uses(block.starts, block.ends, rest)
+        if len(block.starts):
+            left.append(block)
+    core.uses[i] = left
+
+
+def above_least(amounts: Array) -> tuple[Array | None, Array | None, Array]:
+    """(What every strategy takes of each item; the items that differ; what they take above that). None where nothing is, or all are."""
+    least = amounts.min(1)
+    rest = amounts - least[:, None]
+    matters = some(rest.any(1))
+    return least if least.any() else None, matters, rest if matters is None else rest[matters]
+
+
+def cheap(core: Core, i: int) -> bool:
+    if len(core.near[i]) < 2:
+        return True
+    a, b = (len(core.costs[j]) for j in core.near[i])
+    k = len(core.costs[i])
+    if np.iscomplexobj(core.costs[i]):
+        return a * b * k <= MOST_COMPARED and a * b <= GROWTH * k * (a + b)
+    return a * b * k <= (MOST_COMPARED if len(core.room) else MOST_LINKED)
+
+
+def eliminate(core: Core, i: int) -> list[int] | None:
+    """Minimise out a node without memory that has at most two neighbours; these, or None where of two costs one would be more than its least."""
+    around, costs = list(core.near[i]), core.costs[i]
+    if len(around) > 1:
+        a, b = around
+        best, least = core.shared(without_link, core.near[a][i], core.near[b][i], costs)
+    elif around:
+        best, least = core.shared(without_leaf, core.costs[around[0]], core.near[around[0]][i], costs)
+    else:
+        best, least = core.shared(without_leaf, NOTHING, costs[None], NOTHING)
+    if best is None:
+        return None
+    if len(around) > 1:
+        join(core.near, a, b, least, core.shared)
+    elif around:
+        core.costs[around[0]] = least
+    else:
+        core.constant += least.item()
+        best = best[0]
+    core.steps.append(Step(i, tuple(around), best))
+    return detach(core, i)
+
+
+def without_leaf(costs: Array, table: Array, leaf: Array) -> tuple[Array | None, Array]:
+    """(The leaf's best strategy for each of its neighbour's, the neighbour's costs with it); None where of two costs one is more than its least."""
+    total = table + leaf
+    best = total.argmin(1)
+    least = total[np.arange(len(best)), best]
+    return best if both_least(total, least) else None, costs + least
+
+
+def without_link(one: Array, other: Array, link: Array) -> tuple[Array | None, Array]:
+    """(The best strategy of a node between two others for each of theirs, what it costs); None as above."""
+    other = other + link
+    if len(one) * len(other) * len(link) <= MOST_COMPARED:
+        total = one[:, None, :] + other[None]
+        best = total.argmin(2)
+        least = np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
+        return best if both_least(total, least) else None, least
+    if np.iscomplexobj(other):
+        return None, NOTHING
+    least = one[:, 0, None] + other[None, :, 0]
+    best = np.zeros(least.shape, dtype=np.int64)
+    for k in range(1, len(link)):
+        total = one[:, k, None] + other[None, :, k]
+        below = total < least
+        best[below] = k
+        np.copyto(least, total, where=below)
+    return best, least
+
+
+def both_least(total: Array, least: Array) -> bool:
+    """Whether what has the least real part, and of those the least imaginary one (so numpy orders complex numbers), has the least of all of these."""
+    return not np.iscomplexobj(total) or bool((least.imag <= total.imag.min(-1)).all())
+
+
+def undominated(core: Core, i: int) -> Array | None:
+    """The strategies that no other one can stand in for, whatever the neighbours do, at no more cost and no more usage at any time; None if all."""
+    if len(core.costs[i]) == 1:
+        return None
+    shared = core.shared
+    taken = shared(beside, core.costs[i], *(block.amounts for block in core.uses[i]))
+    kept: Array | None = shared(best_of, core.costs[i], taken, *core.near[i].values())
+    return kept
+
+
+def beside(costs: Array, *amounts: Array) -> Array:
+    """What each strategy takes, a row each."""
+    return np.concatenate([costs[None, :0].reshape(0, len(costs)), *amounts]).T
+
+
+def best_of(costs: Array, taken: Array, *tables: Array) -> Array | None:
+    """The strategies of a node that none of the most promising ones can stand in for; None if all. `taken` is what they take, tables have a row for each.
+
+    a can stand in for b if it takes no more of anything, and costs[a] + the sum over the tables of the most that row a is above row b is at most costs[b]
+    (Goldstein, Efficient rotamer elimination applied to protein side-chains and related spin glasses, Biophysical Journal 66 (1994)).
+    """
+    first = np.cumsum([0, 1, *(table.shape[1] for table in tables)])
+    most = MOST_COMPARED // (len(costs) * int(first[-1] + taken.shape[1]))
+    if not most:
+        return None
+    whole = np.concatenate([costs[:, None], *tables], axis=1)
+    compared = [Compared.of(rows, first) for rows in ([whole.real, whole.imag] if np.iscomplexobj(whole) else [whole])]
+    order = np.argsort(sum(rows.least for rows in compared), kind="stable")
+    if not np.isfinite(compared[0].least[order[0]]):
+        return None
+    compared = [rows.ordered(order) for rows in compared]
+    taken = taken[order]
+    left, at_once = np.ones(len(order), dtype=bool), max(1, AT_ONCE // whole.size)
+    for at in range(0, len(order), at_once):
+        one = at + np.flatnonzero(left[at : at + at_once])[:most]
+        pairs = left & (one[:, None] < np.arange(len(order)))
+        for rows in compared:
+            pairs &= rows.promising(one)
+        if taken.shape[1]:
+            pairs &= (taken[one][:, None] <= taken).all(2)
+        a, b = np.nonzero(pairs)
+        if len(a):
+            goes = np.logical_and.reduce([rows.stands_in(one[a], b) for rows in compared])
+            left[b[goes]] = False  # what stands in for another and goes itself leaves one that stands in for both
+        most -= len(one)
+        if most <= 0:
+            break
+    return None if left.all() and len(left) == len(costs) else np.sort(order[left])
+
+
+class Compared(NamedTuple):
+    """What strategies cost, a row each: their own cost and, from each of ``first`` on, a table's entries; where each part is least, and their sum there."""
+
+    rows: Array
+    first: Array
+    best: Array
+    least: Array
+    ours: Array  # the rows, and what is forbidden in them to one that stands in for another,
+    theirs: Array  # and to another: that it is forbidden something is no objection to the one
+
+    @classmethod
+    def of(cls, rows: Array, first: Array) -> Compared:
+        best = np.stack([rows[:, at:end].argmin(1) + at for at, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)], axis=1)
+        return cls(rows, first, best, np.take_along_axis(rows, best, 1).sum(1), rows, rows)
+
+    def ordered(self, order: Array) -> Compared:
+        rows = self.rows[order]
+        forbidden = np.isinf(rows)
+        return Compared(rows, self.first, self.best[order], self.least[order], np.where(forbidden, 1e200, rows), np.where(forbidden, 1e250, rows))
+
+    def promising(self, one: Array) -> Array:
+        """Which of all others each of these may stand in for: it costs no more where they are at their best."""
+        return np.asarray(self.rows[one[:, None, None], self.best].sum(2) <= self.least)
+
+    def stands_in(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.maximum.reduceat(self.ours[a] - self.theirs[b], self.first[:-1], axis=1).sum(1) <= 0)

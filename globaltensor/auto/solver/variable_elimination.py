@@ -1,0 +1,128 @@
+"""Exact minimisation by taking out one node after another (min-plus variable elimination), smallest table first.
+
+Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999). The cost is that of the tables, so it is linear in the
+depth of a network whose graph is series-parallel.
+
+`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table over them, and takes factors of any number of variables.
+Here tables join two nodes each, all nodes are minimised over, and the order is found once and run for many costs, as where memory is priced anew (auto/solver/dual_ascent.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .problem import Array
+from .presolve import Core
+
+#: The most entries of a table that is kept.
+CAP = 10_000_000
+#: Tables up to this size are summed up whole; larger ones one strategy of the eliminated node after another, which takes less memory.
+WHOLE = 2_000_000
+
+
+class Elimination:
+    """An order of elimination for the nodes `among` of a graph, found once and run for many costs of its nodes.
+
+    `fits` says whether no table outgrows `cap` entries; `left` are the nodes that stand when the next table would. `largest` is the size of the largest
+    table that is kept, `width` the largest number of neighbours of a node when its turn comes, `total` the entries of all tables that are kept,
+    `work` those that are looked at.
+    """
+
+    def __init__(self, sizes: Sequence[int], edges: Iterable[tuple[int, int, Array]], among: Iterable[int], cap: int = CAP) -> None:
+        self.sizes = sizes
+        self.edges = list(edges)
+        around: dict[int, set[int]] = {i: set() for i in among}
+        for i, j, _ in self.edges:
+            around[i].add(j)
+            around[j].add(i)
+        self.order: list[tuple[int, tuple[int, ...]]] = []  # (node, the neighbours it has then)
+        self.largest, self.width, self.total, self.work = 0, 0, 0.0, 0.0
+        logs = {i: math.log(sizes[i]) for i in around}
+        limit = math.log(cap) + 1e-9
+        heap = [(sum(logs[j] for j in near), i) for i, near in around.items()]
+        heapq.heapify(heap)
+        while heap:
+            size, i = heapq.heappop(heap)
+            near = around.get(i)
+            if near is None:
+                continue
+            now = sum(logs[j] for j in near)
+            if now != size and abs(now - size) > 1e-9:
+                heapq.heappush(heap, (now, i))
+                continue
+            if now > limit:
+                break
+            del around[i]
+            for j in near:
+                around[j] |= near
+                around[j] -= {i, j}
+            for j in near:
+                heapq.heappush(heap, (sum(logs[n] for n in around[j]), j))
+            kept = round(math.exp(now))
+            self.largest, self.width = max(self.largest, kept), max(self.width, len(near))
+            self.total, self.work = self.total + kept, self.work + kept * sizes[i]
+            self.order.append((i, tuple(sorted(near))))
+        self.left = sorted(around)
+        self.fits = not around
+
+    @classmethod
+    def of(cls, core: Core) -> Elimination:
+        """Of a core's live nodes, numbered in order."""
+        nodes = sorted(core.live)
+        index = {i: n for n, i in enumerate(nodes)}
+        edges = [(index[i], index[j], core.near[i][j]) for i in nodes for j in sorted(core.near[i]) if i < j]
+        return cls([len(core.costs[i]) for i in nodes], edges, range(len(nodes)))
+
+    def run(self, costs: Sequence[Array]) -> tuple[float, dict[int, int]]:
+        """The least cost and a choice that has it, for these costs of the nodes (indexed by node). (inf, {}) where none is finite."""
+        held: dict[int, list[tuple[tuple[int, ...], Array]]] = {i: [] for i, _ in self.order}
+        rank = {i: n for n, (i, _) in enumerate(self.order)}
+        for i, j, table in self.edges:
+            held[i if rank[i] < rank[j] else j].append(((i, j), table))
+        total = 0.0
+        for i, near in self.order:
+            table = self.minimised(i, near, costs[i], held[i])
+            if near:
+                held[min(near, key=rank.__getitem__)].append((near, table))
+            else:
+                total += float(table)
+        if not math.isfinite(total):
+            return math.inf, {}
+        choice: dict[int, int] = {}
+        for i, _ in reversed(self.order):
+            row = costs[i]
+            for scope, table in held[i]:
+                row = row + table[tuple(slice(None) if n == i else choice[n] for n in scope)]
+            choice[i] = int(row.argmin())
+        return total, choice
+
+    def minimised(self, i: int, near: tuple[int, ...], costs: Array, held: list[tuple[tuple[int, ...], Array]]) -> Array:
+        """The least of the costs and the tables that hold node i over its strategies, as a table of the nodes near it."""
+        axis = {n: k + 1 for k, n in enumerate(near)}
+        axis[i] = 0
+        parts = []
+        for scope, table in held:
+            order = sorted(range(len(scope)), key=lambda k: axis[scope[k]])
+            shape = [1] * (len(near) + 1)
+            for n in scope:
+                shape[axis[n]] = self.sizes[n]
+            parts.append(table.transpose(order).reshape(shape))
+        shape = [self.sizes[n] for n in near]
+        parts.sort(key=lambda part: part.size)
+        if math.prod(shape) * len(costs) <= WHOLE:
+            whole = costs.reshape([-1] + [1] * len(near))
+            for part in parts:
+                whole = whole + part
+            least: Array = whole.min(0)
+            return np.broadcast_to(least, shape) if list(least.shape) != shape else least
+        least = np.full(shape, np.inf)
+        for k in range(len(costs)):
+            layer = costs[k] + np.zeros([1] * len(near))
+            for part in parts:
+                layer = layer + part[k]
+            np.minimum(least, layer, out=least)
+        return least

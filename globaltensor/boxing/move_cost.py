@@ -1,0 +1,220 @@
+"""What the moves of one tensor cost, remembered: a search asks for the same ones over and over. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..cluster import Cluster
+from ..sharding.placement import Placement
+from ..sharding.spec import Spec
+from .moves import LOCAL, Box, Layout, giver, holders_of
+
+__all__ = ["RELAID", "Prices", "prices_of"]
+
+_MOST_TENSORS: Final = 256
+#: What handles pieces along a dim: they may have to be laid in another order, which counts where copies were measured.
+RELAID: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "slice"))
+
+Table: TypeAlias = NDArray[np.int64]
+Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
+
+
+class Prices:
+    """Of tensors of one shape and dtype on one placement, whatever their layout."""
+
+    __slots__ = ("_costs", "_fibers", "_landings", "_largest", "cluster", "dtype", "placement", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> None:
+        self.shape, self.dtype, self.placement, self.cluster = shape, dtype, placement, cluster
+        self._largest: dict[Layout, tuple[int, tuple[int, ...]]] = {}
+        self._costs: dict[tuple[tuple[int, ...], Layout, Layout], tuple[Layout, int, float]] = {}
+        self._fibers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._landings: dict[tuple[Layout, int], float] = {}
+
+    def spec(self, layout: Layout) -> Spec:
+        """The tensor in this layout."""
+        return Spec.make(self.shape, self.dtype, self.placement, layout)
+
+    def nbytes(self, layout: Layout) -> int:
+        """Bytes of the largest local tensor."""
+        return self.largest(layout)[0]
+
+    def largest(self, layout: Layout) -> tuple[int, tuple[int, ...]]:
+        """(bytes, shape) of the largest local tensor."""
+        found = self._largest.get(layout)
+        if found is None:
+            shape = self.spec(layout).largest_shape()
+            found = self._largest[layout] = self.dtype.itemsize * prod(shape), shape
+        return found
+
+    def move(self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout) -> tuple[Layout, int, float]:
+        """(where it leads: ``after`` without units that change nothing, traffic, seconds) of a move on axes of the placement."""
+        key = axes, before, after
+        found = self._costs.get(key)
+        if found is None:
+            to = after if all(e.unit == 1 for e in after) else self.spec(after).layout
+            nbytes, seconds = self.price(kind, axes, self.nbytes(before), self.nbytes(to))
+            if kind in RELAID and self.cluster.measured:
+                seconds = self._relaid(kind, axes, before, to, seconds)
+            found = self._costs[key] = to, nbytes, seconds
+        return found
+
+    def _relaid(self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float) -> float:
+        """With the copies that pieces along any dim but the first need, before they are sent and after they have come; a slice along the first needs none."""
+        sent, came = ((layout[axes[0]], self.nbytes(other)) for layout, other in ((after, before), (before, after)))
+        for entry, nbytes in (sent, came):
+            more = self.cluster.relaid(nbytes) if entry.kind == "split" else None
+            if more is not None and kind != "slice":
+                seconds += 0.0 if _first(entry.dim, self.spec(before)) else more
+            elif more is not None and _first(entry.dim, self.spec(before)):
+                seconds = self.cluster.memory_latency
+        return seconds
+
+    def price(self, kind: str, axes: tuple[int, ...], before: int, after: int) -> Price:
+        """Of a move between local tensors of so many bytes, whatever their shape; without what relaying them costs."""
+        if kind == "keep":
+            return 0, 0.0
+        if kind in LOCAL:
+            # A slice is a view; what it costs is the strided reading later.
+            return 0, self.cluster.seconds(kind, after if kind == "slice" else before + after, 1)
+        ranks = self._fibers.get(axes)
+        if ranks is None:
+            ranks = self._fibers[axes] = self.placement.fiber(self.placement.flat[0], axes)
+        nbytes = after if kind == "all_gather" else before
+        sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
+        return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
+
+    def exchange_at_least(self, before: Layout, there: Prices, after: Layout) -> float:
+        """Seconds that an exchange into a layout of ``there`` takes at least, known without looking at who holds what."""
+        (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
+        # In no dim is there more in common than the shorter of the two has.
+        missing = arriving - self.dtype.itemsize * prod(map(min, mine, theirs))
+        found = there._landings.get((after, missing))
+        if found is None:
+            cluster = self.cluster
+            sent = cluster.seconds("exchange", missing or 1, 2)
+            # Where every rank has what it needs, nothing is sent.
+            found = sent if missing else min(sent, cluster.memory_latency)
+            if not cluster.measured:
+                found += cluster.seconds("copy", 2 * arriving, 1)
+            there._landings[after, missing] = found
+        return found
+
+    def exchange(self, before: Layout, there: Prices, after: Layout) -> Price:
+        """Of an exchange into a layout of ``there``, neither side with partials."""
+        return _exchange(self.spec(before), there.spec(after), self.cluster)
+
+
+@lru_cache(maxsize=_MOST_TENSORS)
+def prices_of(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> Prices:
+    """The same object for equal arguments, as long as it is used now and then."""
+    return Prices(shape, dtype, placement, cluster)
+
+
+@lru_cache(maxsize=1 << 13)
+def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
+    nbytes, peers, pair = _traffic(src, dst, cluster.node_size)
+    copied = _copied(src, dst, nbytes, cluster)
+    if not nbytes:
+        return 0, cluster.memory_latency + copied
+    # One of the peers on another node is enough for the slower links.
+    return nbytes, cluster.seconds("exchange", nbytes, peers + 1 if pair is None else (pair[0], *(pair[1],) * peers)) + copied + cluster.skew
+
+
+def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
+    """Seconds for the copies of an exchange of ``nbytes``: of all of the result by the formulas. What was measured has new memory for what arrives, so there
+    it is what more memory costs, and what isn't straight on either side."""
+    whole = cluster.seconds("copy", 2 * src.dtype.itemsize * dst.local_numel(), 1)
+    if not cluster.measured:
+        return whole
+    arrived = cluster.seconds("copy", 2 * nbytes, 1)
+    arriving, leaving = (any(e.kind == "split" and not _first(e.dim, at) for e in other.layout) for other, at in ((src, dst), (dst, src)))
+    return (whole if arriving else max(0.0, whole - arrived)) + (arrived if leaving else 0.0)
+
+
+def _first(dim: int, spec: Spec) -> bool:
+    """Whether pieces along ``dim`` lie one after the other in memory."""
+    return all(n == 1 for n in spec.local_shape(spec.placement.flat[0])[:dim])
+
+
+class _Lie(NamedTuple):
+    """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once, [boxes, dims]. ``first``, ``last``: of each dim the
+    different intervals of it that some rank has; the boxes are all combinations of one of each dim."""
+
+    low: Table
+    high: Table
+    once_low: Table
+    once_high: Table
+    first: tuple[Table, ...]
+    last: tuple[Table, ...]
+
+    @property
+    def sizes(self) -> Table:
+        return _sizes(self.low, self.high)
+
+
+@lru_cache(maxsize=1 << 10)
+def _lie(spec: Spec) -> _Lie:
+    def both(boxes: Sequence[Box]) -> tuple[Table, Table]:
+        table = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, spec.ndim)
+        return table[:, 0], table[:, 0] + table[:, 1]
+
+    once = both(holders_of(spec)[2])
+    first, last = (tuple(np.unique(table[:, d]) for d in range(spec.ndim)) for table in once)
+    return _Lie(*both([spec.box(r) for r in spec.placement.flat]), *once, first, last)
+
+
+def _sizes(low: Table, high: Table) -> Table:
+    """Elements of boxes, 0 where one ends before it begins."""
+    return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
+
+
+def _meeting(there: _Lie, low: Table, high: Table) -> Table:
+    """How many different boxes of a layout each of these, none empty, meets."""
+    counts = np.ones(len(low), dtype=np.int64)
+    for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
+        counts *= np.searchsorted(first, high[:, d], "left") - np.searchsorted(last, low[:, d], "right")
+    return counts
+
+
+def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int, int] | None]:
+    """(bytes of the busiest rank, most peers of a rank, two ranks of different nodes that meet, if any do) of an exchange without partials.
+
+    Every element lies on as many ranks of a placement as every other, so that sums tell what pairs of boxes would.
+    """
+    number, holders, _ = holders_of(src)
+    here, there, wanted = _lie(src), _lie(dst), dst.placement.flat
+    own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
+    both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
+    at, of = (np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ())))
+    own[at] = _sizes(np.maximum(here.once_low[of], there.low[at]), np.minimum(here.once_high[of], there.high[at]))
+    received, filled = there.sizes - own, there.sizes > 0
+    if not received.any():
+        return 0, 0, None
+    copies, takers, meets = len(holders[0]), len(holders_of(dst)[1][0]), np.minimum(own, 1)
+    sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(of, own[at], len(holders)).astype(np.int64)
+    givers = _meeting(here, there.low[filled], there.high[filled]) - meets[filled]
+    takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(of, meets[at], len(holders)).astype(np.int64)
+    peers = max(int(givers.max()), -(-int(takes.max()) // copies))
+    pair = _far_pair(src, dst, node_size) if node_size else None
+    return max(int(received.max()), -(-int(sent.max()) // copies)) * src.dtype.itemsize, peers, pair
+
+
+def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
+    wanted = dst.placement.flat
+    if len({r // node_size for r in (*src.placement.flat, *wanted)}) == 1:
+        return None
+    here, there = _lie(src), _lie(dst)
+    for number, (low, high) in enumerate(zip(here.once_low, here.once_high, strict=True)):
+        for turn in np.flatnonzero((np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)).tolist():
+            other = giver(src, number, wanted[turn], turn)
+            if other // node_size != wanted[turn] // node_size:
+                return wanted[turn], other
+    return None

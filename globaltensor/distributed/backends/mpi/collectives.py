@@ -1,0 +1,295 @@
+"""Collectives as generators of rounds, on contiguous tensors. Each rank reduces its share in rank order, so every rank gets the same bits.
+
+Made of messages rather than MPI's own collectives: those reduce no bfloat16, cannot be given up, and write past the end of a tensor where another rank
+gives a longer one. Measured on two ranks of one host they are no faster either (26 MB: 8.3 ms, these 7.8 ms; 4 KB: the same).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from ....errors import WorldError
+from ....sharding.spec import pieces
+from .requests import Round, Team, receive
+from .reduction import Reduction
+from .progress import Steps
+
+__all__ = ["EAGER", "all_gather", "all_reduce", "all_reduce_pair", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+#: Where a rank would get up to so many bytes, a reduction gathers all and adds locally: in one round, which a busy machine delays once and not twice.
+_SMALL: Final = 1 << 18
+#: Of a reduction's bytes so many are on their way at once: they are added while they are still in the cache.
+_CACHED: Final = 1 << 22
+#: So many pieces of memory of that size are kept.
+_SPARE: Final = 4
+#: Up to so many ranks each sends to each at once; more ranks pass small messages on, in as many rounds as their number has bits.
+_FEW: Final = 4
+#: So often a small message is looked out for before all that waiting needs is made: some 20 microseconds.
+_LOOKS: Final = 50
+#: Up to so many bytes a message is on its way at once, whatever the receiver does.
+EAGER: Final = 1 << 14
+
+
+def barrier(team: Team, tag: int) -> Steps:
+    """Over when all have started it."""
+    none, step = torch.empty(0, dtype=torch.uint8), 1
+    while step < team.size:
+        at = Round(team, tag)
+        at.send(none, (team.index + step) % team.size)
+        at.receive(none, (team.index - step) % team.size)
+        yield at
+        step *= 2
+
+
+def broadcast(team: Team, tag: int, t: Tensor, root: int) -> Steps:
+    """``t`` of the rank at index ``root`` into everyone's."""
+    size, place = team.size, (team.index - root) % team.size
+    if size <= _FEW:
+        here = Round(team, tag)
+        if place:
+            here.receive(t, root)
+        for other in range(1, size) if not place else ():
+            here.send(t, (root + other) % size)
+        yield here
+        return
+    # A tree: the rank at place 0b1xx has it from 0b0xx, and gives it to those that have one more bit.
+    reach = 1 << (size - 1).bit_length()
+    if place:
+        lowest = 1 << place.bit_length() - 1
+        came = Round(team, tag)
+        came.receive(t, (root + place - lowest) % size)
+        yield came
+    passed = Round(team, tag)
+    step = 1 << place.bit_length()
+    while step < reach:
+        if place + step < size:
+            passed.send(t, (root + place + step) % size)
+        step *= 2
+    yield passed
+
+
+def all_gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+    """Everyone's ``mine`` into everyone's ``parts``. The own part may be ``mine`` itself."""
+    here, others = Round(team, tag), _others(team)
+    for other in others:
+        here.send(mine, other)
+    for other in others:
+        here.receive(parts[other], other)
+    _copy(mine, parts[team.index])
+    yield here
+
+
+def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+    """``sends[i]`` to the rank at index i, from which ``parts[i]`` comes."""
+    here, others = Round(team, tag), _others(team)
+    for other in others:
+        here.send(sends[other], other)
+    for other in others:
+        here.receive(parts[other], other)
+    _copy(sends[team.index], parts[team.index])
+    yield here
+
+
+def gather(team: Team, tag: int, mine: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
+    """Everyone's ``mine`` into ``parts`` of the rank at index ``root``."""
+    here = Round(team, tag)
+    if parts is None:
+        here.send(mine, root)
+    else:
+        for other in _others(team):
+            here.receive(parts[other], other)
+        _copy(mine, parts[team.index])
+    yield here
+
+
+def scatter(team: Team, tag: int, parts: Sequence[Tensor] | None, mine: Tensor, root: int) -> Steps:
+    """``parts[i]`` of the rank at index ``root`` into ``mine`` of that at i."""
+    here = Round(team, tag)
+    if parts is None:
+        here.receive(mine, root)
+    else:
+        for other in _others(team):
+            here.send(parts[other], other)
+        _copy(parts[team.index], mine)
+    yield here
+
+
+def all_reduce(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    """The reduction of everyone's ``t``, in place."""
+    return (_all_reduce_small if t.nbytes * (team.size - 1) <= _SMALL else _all_reduce_large)(team, tag, t, fold)
+
+
+def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps | None:
+    """As ``all_reduce``, for a small ``t`` of two ranks that mostly come at the same time -> None where it is over at once, else the steps that are left.
+
+    Of a 4 KB all_reduce most of the time goes into the objects that stand for it: here are as few as can be.
+    """
+    other, nbytes, theirs, status = 1 - team.index, t.nbytes, torch.empty_like(t), team.library.api.Status()
+    parts, at = (t, theirs) if other else (theirs, t), theirs.data_ptr()
+    requests = [team.comm.Isend(team.memory(t.data_ptr(), nbytes), team.members[other], tag)]
+    for _ in range(_LOOKS):
+        message = team.comm.Improbe(team.members[other], tag, status)
+        if message is not None:
+            try:
+                requests.append(receive(team, message, status, at, nbytes, other))
+            except WorldError:
+                Round.begun(team, tag, requests, [], parts).abandon()
+                raise
+            if not team.testall(requests):
+                return _folded_later(Round.begun(team, tag, requests, [], parts), parts, t, fold)
+            fold(parts, t)
+            return None
+    return _folded_later(Round.begun(team, tag, requests, [(other, at, nbytes)], parts), parts, t, fold)
+
+
+def _folded_later(here: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction) -> Steps:
+    yield here
+    fold(parts, t)
+
+
+def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    """Each rank reduces its share, a piece in a round, and gives the piece to all in the next round, while it is still in the cache."""
+    chunks, others = _chunks(t, team.size), _others(team)
+    mine, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
+    memory = Scratch(t, team.size - 1, min(length, mine.numel()))
+    for at in range(0, chunks[0].numel() + length, length):
+        here, piece, done = Round(team, tag), slice(at, at + length), slice(max(0, at - length), at)
+        own, reduced = mine[piece], mine[done]
+        rows = iter(memory.rows)
+        parts = [own if i == team.index else next(rows)[: own.numel()] for i in range(team.size)]
+        for other in others:
+            _send(here, chunks[other][piece], other)
+            _send(here, reduced, other)
+            _receive(here, parts[other], other)
+            _receive(here, chunks[other][done], other)
+        yield here
+        if own.numel():
+            fold(parts, own)
+    memory.give_back()
+
+
+def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps:
+    if team.size <= _FEW:
+        parts = [t if i == team.index else torch.empty_like(t) for i in range(team.size)]
+        here = Round(team, tag)
+        for other in _others(team):
+            here.send(t, other)
+            here.receive(parts[other], other)
+        yield here
+    else:
+        # Rows of ranks index, index + 1, ...: each round doubles how many a rank has.
+        rows, have = t.new_empty((team.size, t.numel())), 1
+        rows[0].copy_(t.view(-1))
+        while have < team.size:
+            more = min(have, team.size - have)
+            here = Round(team, tag)
+            here.send(rows[:more], (team.index - have) % team.size)
+            here.receive(rows[have : have + more], (team.index + have) % team.size)
+            yield here
+            have += more
+        parts = [rows[(i - team.index) % team.size].view(t.shape) for i in range(team.size)]
+    fold(parts, t)
+
+
+def reduce_scatter(team: Team, tag: int, chunks: Sequence[Tensor], out: Tensor, fold: Reduction) -> Steps:
+    """The reduction of everyone's ``chunks[i]`` into ``out`` of the rank at index i; ``out`` may be the own chunk."""
+    me, mine = team.index, chunks[team.index].view(-1)
+    if team.size == 1:
+        fold([mine], out.view(-1))
+        return
+    flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
+    longest = max(chunk.numel() for chunk in flat)
+    length = _piece(mine, team.size, longest)
+    memory = Scratch(mine, team.size - 1, min(length, mine.numel()))
+    # Every rank goes through the rounds of the longest chunk, which all know; without an element there is one round as well: sizes are compared.
+    for at in range(0, max(1, longest), length):
+        here, rows = Round(team, tag), iter(memory.rows)
+        for other in _others(team):
+            if at < max(1, flat[other].numel()):
+                here.send(flat[other][at : at + length], other)
+        own = mine[at : at + length]
+        parts = [own if i == me else next(rows)[: own.numel()] for i in range(team.size)]
+        if at < max(1, mine.numel()):
+            for other in _others(team):
+                here.receive(parts[other], other)
+        yield here
+        if own.numel():
+            fold(parts, total[at : at + length])
+    memory.give_back()
+
+
+def reduce(team: Team, tag: int, t: Tensor, fold: Reduction, root: int) -> Steps:
+    """The reduction of everyone's ``t`` into that of the rank at index ``root``; the others' are left as they are."""
+    at_root = team.index == root
+    if t.nbytes * (team.size - 1) <= _SMALL or team.size == 1:
+        parts = [t if i == root else torch.empty_like(t) for i in range(team.size)] if at_root else None
+        yield from gather(team, tag, t, parts, root)
+        if parts is not None:
+            fold(parts, t)
+        return
+    chunks = _chunks(t, team.size)
+    mine = chunks[team.index] if at_root else torch.empty_like(chunks[team.index])
+    yield from reduce_scatter(team, tag, chunks, mine, fold)
+    yield from gather(team, tag, mine, chunks if at_root else None, root)
+
+
+class Scratch:
+    """Memory for what others send: the same again and again, as first touches of new memory take longer than the sums."""
+
+    _spare: ClassVar[list[Tensor]] = []
+
+    def __init__(self, like: Tensor, rows: int, length: int) -> None:
+        nbytes = rows * length * like.itemsize
+        self._bytes = self._borrow() if like.is_cpu and nbytes <= _CACHED else None
+        memory = like.new_empty(rows * length) if self._bytes is None else self._bytes[:nbytes].view(like.dtype)
+        self.rows = memory.view(rows, length)
+
+    def _borrow(self) -> Tensor:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            with torch.inference_mode(False):
+                return torch.empty(_CACHED, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        """Others may have it. Not after a failure: a message may still be on its way into it."""
+        if self._bytes is not None and len(self._spare) < _SPARE:
+            self._spare.append(self._bytes)
+
+
+def _piece(t: Tensor, size: int, chunk: int) -> int:
+    """Number of elements of each rank that are reduced at once, of the longest ``chunk`` elements.
+
+    As many fewer than memory is kept for as there would be pieces: ranks that give different sizes, each of whole pieces, have pieces that differ.
+    """
+    most = max(1, _CACHED // (t.itemsize * (size - 1)))
+    return max(1, most - -(-chunk // most))
+
+
+def _send(here: Round, t: Tensor, other: int) -> None:
+    if t.numel():
+        here.send(t, other)
+
+
+def _receive(here: Round, t: Tensor, other: int) -> None:
+    if t.numel():
+        here.receive(t, other)
+
+
+def _chunks(t: Tensor, n: int) -> list[Tensor]:
+    """Nearly equal shares of the elements, one for each rank."""
+    return list(t.view(-1).split_with_sizes([length for _, length in pieces(t.numel(), n)]))
+
+
+def _others(team: Team) -> Sequence[int]:
+    """The indexes of the other ranks, each rank beginning with its next: not all send to the first at once."""
+    return [*range(team.index + 1, team.size), *range(team.index)]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source is not target and source.data_ptr() != target.data_ptr():
+        target.copy_(source.view(target.shape))

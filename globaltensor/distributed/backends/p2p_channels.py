@@ -1,0 +1,227 @@
+"""Channels between processes: single messages that go beside the computation, over torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import WorldError
+from ..communicator import Channel, Message
+from .shared_memory import Gone, Neighbours, Part
+from .process_group_comm import Background
+from .shared_memory_comm import SharedComm, topic
+from ..world import ProcessWorld
+
+__all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
+
+_TAG = 7003  # keeps these messages apart from those of collectives, and of the user's own send and recv
+
+
+class _Message(Message):
+    """A work of torch, waited for once, and the memory that it needs until it is over."""
+
+    def __init__(self, channel: Channel, work: dist.Work, kept: Tensor) -> None:
+        self._channel, self._kept = channel, kept
+        self._work: dist.Work | None = work  # until it has been waited for: gloo's would wait again, for another message
+
+    def over(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except WorldError:
+            raise
+        except RuntimeError as error:
+            raise _broken(self._channel, error) from error
+        self._work = None
+
+
+class _Watched(Message):
+    """A send that a thread waits for: gloo's cannot be asked whether they are through, only waited for."""
+
+    def __init__(self, message: _Message, thread: Background) -> None:
+        self._job = thread.submit(message.wait)
+
+    def over(self) -> bool:
+        return self._job.over()
+
+    def wait(self) -> None:
+        self._job.wait()
+
+
+class _Landing(Message):
+    """A receive into host memory, of which a device without a backend of its own then gets a copy."""
+
+    def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
+        self._message, self._host, self._data = message, host, data
+
+    def over(self) -> bool:
+        return self._message.over()
+
+    def arrive(self) -> None:
+        self._message.wait()
+
+    def wait(self) -> None:
+        self._message.wait()
+        self._data.copy_(self._host)
+
+
+def _broken(channel: Channel, error: Exception) -> WorldError:
+    here = channel.world.rank
+    way = f"to rank {channel.target}" if here == channel.source else f"from rank {channel.source}"
+    return WorldError(f"rank {here}: a message {way} failed: {error}; a rank has died, hangs, or did something else")
+
+
+class MessageChannel(Channel):
+    """Over the group of all ranks: gloo, or MPI."""
+
+    world: ProcessWorld
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target)
+        self._mpi = "mpi" in world.backend
+        self._thread: Background | None = None
+
+    @property
+    def _carrier(self) -> dist.ProcessGroup:
+        found = self.world.carrier
+        if found is None:
+            raise WorldError(f"rank {self.world.rank} of {self.world.size} has no process group (any more): it was destroyed, or the world was closed")
+        return found
+
+    def _send(self, data: Tensor) -> Message:
+        there = data if self._mpi else data.cpu()
+        try:
+            message = _Message(self, self._carrier.send([there], self.target, _TAG), there)
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        if self._mpi:
+            return message
+        if self._thread is None:
+            self._thread = Background()
+        return _Watched(message, self._thread)
+
+    def _receive(self, data: Tensor) -> Message:
+        straight = self._mpi or data.device.type == "cpu"
+        there = data if straight else torch.empty(data.shape, dtype=data.dtype)
+        try:
+            message = _Message(self, self._carrier.recv([there], self.source, _TAG), there)
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        return message if straight else _Landing(message, there, data)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+
+class SharedChannel(MessageChannel):
+    """Through memory that the two ranks share, where they are on one host: they find that out when they connect."""
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target, device)
+        self._near: Neighbours | None = None
+        self._topic, self._number = topic(("channel", source, target, device.type)), 0
+
+    def connect(self) -> None:
+        both = self.world.comm((min(self.source, self.target), max(self.source, self.target)))
+        if isinstance(both, SharedComm):
+            self._near = both.near(torch.device("cpu"))
+
+    def _send(self, data: Tensor) -> Message:
+        if self._near is None:
+            return super()._send(data)
+        self._number += 1
+        try:
+            self._near.leave(self._topic, self._number, [(data, (self.target,))])
+        except Gone as error:
+            raise _broken(self, error) from error
+        return _Left()
+
+    def _receive(self, data: Tensor) -> Message:
+        if self._near is None:
+            return super()._receive(data)
+        self._number += 1
+        return _Awaited(self, self._near, self._topic, self._number, data)
+
+
+class _Left(Message):
+    """A message that lies where its receiver reads it."""
+
+    def over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _Awaited(Message):
+    """A message that its sender leaves."""
+
+    def __init__(self, channel: Channel, near: Neighbours, topic: int, number: int, data: Tensor) -> None:
+        self._channel, self._near, self._name, self._data = channel, near, (channel.source, topic, number), data
+        self._waits = True
+        self._part: Part | None = None  # that has come and is not yet copied
+
+    def over(self) -> bool:
+        return not self._waits or self._near.there(*self._name)
+
+    def arrive(self) -> None:
+        if self._waits:
+            self._waits = False
+            try:
+                self._part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
+            except Gone as error:
+                raise _broken(self._channel, error) from error
+
+    def wait(self) -> None:
+        self.arrive()
+        part, self._part = self._part, None
+        if part is not None:
+            self._data.copy_(part.data)
+            part.done()
+
+    def __del__(self) -> None:
+        if self._waits:
+            self._near.forget(*self._name)
+        elif self._part is not None:
+            self._part.done()
+
+
+class NativeChannel(Channel):
+    """Over a group of the two ranks on the device's own backend, such as NCCL.
+
+    There messages of a group run one after the other, whatever their direction, and one whose other side comes later holds up those behind it: so each
+    direction has its own group. Waiting is the device's: the host goes on, and the computation queued next comes after the message.
+    """
+
+    world: ProcessWorld
+
+    def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
+        super().__init__(world, source, target)
+        self._device, self._connected = device, False
+        self._group = world.pair(source, target, device)
+
+    def connect(self) -> None:
+        # The first message of a group waits on the host for its other side, so it must be one that both sides come to.
+        if not self._connected:
+            mark = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            (self._send if self.world.rank == self.source else self._receive)(mark).wait()
+            self._connected = True
+
+    def _start(self, kind: object, data: Tensor, peer: int) -> _Message:
+        try:
+            works = dist.batch_isend_irecv([dist.P2POp(kind, data, peer, self._group)])  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise _broken(self, error) from error
+        return _Message(self, works[0], data)
+
+    def _send(self, data: Tensor) -> _Message:
+        return self._start(dist.isend, data, self.target)
+
+    def _receive(self, data: Tensor) -> _Message:
+        return self._start(dist.irecv, data, self.source)

@@ -1,0 +1,320 @@
+"""Collectives among the processes of one host, through memory that they share; what they cannot carry goes as among any processes.
+
+Long tensors go in pieces, so that a piece is read while it is still in the cache. Reductions read everyone's numbers where they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...errors import GlobalTensorError
+from ..communicator import Handle, Scattered, as_bytes, combine
+from .shared_memory import Gone, Neighbours, Part, host
+from .process_group_comm import MessageComm, ProcessComm
+from ..world import ProcessWorld
+
+__all__ = ["SharedComm", "topic"]
+
+_MANY: Final = 16  # ranks; each reads what every other has left
+_PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
+_AHEAD: Final = 1 << 27  # bytes of a collective under way, all of which lie there until it is waited for
+_READ: Final = 1 << 23  # bytes of others up to which each rank adds up all of an all-reduce
+_REPORT_SECONDS: Final = 5.0  # that a rank waits for what another says of itself when they have diverged
+_PLACE: Final = 512  # bytes in which a rank says where it is
+
+#: Flat bytes, and the indexes of those who get them.
+_Left = tuple[Tensor, Sequence[int]]
+
+
+class SharedComm(ProcessComm):
+    """Collectives among ranks that may all be on one host, which they find out when they first call one."""
+
+    def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
+        super().__init__(world, ranks)
+        self._others = [i for i in range(self.size) if i != self.index]
+        self._topic = topic(ranks)
+        self._number, self._asked = 0, False
+        self._found: Neighbours | None = None
+
+    def near(self, device: torch.device) -> Neighbours | None:
+        """Those of this host, where all are of it and they can carry this."""
+        if device.type != "cpu" or self._native(device) or self.size > _MANY:
+            return None
+        if not self._asked:
+            self._found, self._asked = self._meet(), True
+        return self._found
+
+    def _meet(self) -> Neighbours | None:
+        mine = neighbours(self.world)
+        told = pickle.dumps((host(), mine.name) if mine else ("", ""))
+        there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
+        places = MessageComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
+        found = [pickle.loads(place.numpy().tobytes()) for place in places]
+        if mine is None or {where for where, _ in found} != {host()}:
+            return None
+        try:
+            mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self.world.patience)
+        except Gone as error:
+            raise self.broken("the first collective", error) from error
+        return mine
+
+    # What everything is made of
+
+    def _leave(self, near: Neighbours, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
+        try:
+            near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient, self._digest)
+        except Gone as error:
+            raise self._gone(near, error) from error
+
+    def _find(self, near: Neighbours, number: int, i: int, nbytes: int, digest: bytes) -> Part:
+        try:
+            part = near.find(self.ranks[i], self._topic, number, None, self.world.patience)
+        except Gone as error:
+            raise self._gone(near, error) from error
+        if part.digest != digest:
+            raise self._diverged(lambda data: self._reports(near, data))
+        if part.data.numel() != nbytes:
+            sent = f"rank {self.ranks[i]} has sent {part.data.numel()} bytes where {nbytes} were expected"
+            raise self.broken("a collective", Gone(f"{sent}: the ranks do different things"))
+        return part
+
+    def _reports(self, near: Neighbours, data: bytes) -> list[bytes]:
+        near.report(data)
+        return [data if i == self.index else near.read_report(rank, _REPORT_SECONDS) for i, rank in enumerate(self.ranks)]
+
+    def _gone(self, near: Neighbours, error: Gone) -> GlobalTensorError:
+        """The error where another rank does not come any more: it may have said why."""
+        if self.world.compares and any(near.has_report(rank) for rank in self.ranks if rank != self.world.rank):
+            return self._diverged(lambda data: self._reports(near, data))
+        return self.broken("a collective", error)
+
+    def _compare(self, device: torch.device) -> None:
+        if self.near(device) is None:
+            super()._compare(device)  # else the notes carry the digest
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number << 20
+
+    def _move(self, near: Neighbours, sends: Sequence[_Left], recvs: Mapping[int, Tensor]) -> None:
+        """Send flat bytes, and fill others from where they come."""
+        number = self._next()
+        longest = max([0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())])
+        for k, at in enumerate(range(0, longest, _PIECE)):
+            if parts := [(data[at : at + _PIECE], to) for data, to in sends if data.numel() > at]:
+                self._leave(near, number + k, parts, patient=True)
+            for i, out in recvs.items():
+                if out.numel() > at:
+                    piece = out[at : at + _PIECE]
+                    part = self._find(near, number + k, i, piece.numel(), self._digest)
+                    piece.copy_(part.data)
+                    part.done()
+
+    def _fold(self, near: Neighbours, sends: Mapping[int, Tensor], mine: Tensor, op: str, out: Tensor) -> None:
+        """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be ``mine``. One send for all is written once."""
+        number, size, flats = self._next(), mine.itemsize, list(sends.values())
+        same = len({id(flat) for flat in flats}) == 1
+        step = _PIECE // size
+        for k, at in enumerate(range(0, max(mine.numel(), *(flat.numel() for flat in flats)), step)):
+            if same:
+                parts: list[_Left] = [(as_bytes(flats[0][at : at + step]), self._others)] if flats[0].numel() > at else []
+            else:
+                parts = [(as_bytes(flat[at : at + step]), (i,)) for i, flat in sends.items() if flat.numel() > at]
+            if parts:
+                self._leave(near, number + k, parts, patient=True)
+            if mine.numel() > at:
+                self._add(near, number + k, mine[at : at + step], op, out[at : at + step])
+
+    def _add(self, near: Neighbours, number: int, mine: Tensor, op: str, out: Tensor) -> None:
+        found = {i: self._find(near, number, i, mine.nbytes, self._digest) for i in self._others}
+        parts = [mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)]
+        _combine_into(parts, op, out)
+        for part in found.values():
+            part.done()
+
+    # Collectives
+
+    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        near = self.near(device)
+        if near is None:
+            return super()._swap(sends, recvs, device)
+        return self._move(near, [(data, (i,)) for i, data in sends.items()], recvs)
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        near = self.near(device)
+        if near is None:
+            return super()._swap_async(sends, recvs, device)
+        number = self._next()
+        if sends:
+            self._leave(near, number, [(data, (i,)) for i, data in sends.items()])
+
+        def read(parts: Sequence[Part]) -> None:
+            for out, part in zip(recvs.values(), parts, strict=True):
+                out.copy_(part.data)
+
+        return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
+
+    def _to_all(self, near: Neighbours, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        into = {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()}
+        self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into)
+
+    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+        own = sends[self.index]
+        near = self.near(own.device)
+        if near is None:
+            return super()._all_to_all_parts(sends, numels, longest)
+        parts = [own if i == self.index else own.new_empty(n) for i, n in enumerate(numels)]
+        self._to_all(near, sends, parts)
+        return parts
+
+    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+        near = self.near(out.device)
+        if near is None:
+            return super()._all_to_all(sends, numels, out, longest)
+        slots = out.split_with_sizes(list(numels))
+        self._to_all(near, sends, slots)
+        slots[self.index].copy_(sends[self.index])
+        return None
+
+    def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        near = self.near(flat.device)
+        if near is None:
+            return super()._all_gather_parts(flat, numels)
+        parts = [flat if i == self.index else flat.new_empty(n) for i, n in enumerate(numels)]
+        self._gather(near, flat, parts)
+        return parts
+
+    def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        near = self.near(out.device)
+        if near is None:
+            return super()._all_gather(flat, numels, out)
+        slots = out.split_with_sizes(list(numels))
+        self._gather(near, flat, slots)
+        if slots[self.index].data_ptr() != flat.data_ptr():
+            slots[self.index].copy_(flat)
+        return None
+
+    def _gather(self, near: Neighbours, flat: Tensor, slots: Sequence[Tensor]) -> None:
+        self._move(near, [(as_bytes(flat), self._others)] if flat.numel() else [], {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()})
+
+    def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        near = self.near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
+        if near is None:
+            return super()._all_gather_async(flat, numels, out)
+        number, slots = self._next(), out.split_with_sizes(list(numels))
+        if flat.numel():
+            self._leave(near, number, [(as_bytes(flat), self._others)])
+        slots[self.index].copy_(flat)
+        there = [i for i in self._others if numels[i]]
+
+        def read(parts: Sequence[Part]) -> None:
+            for i, part in zip(there, parts, strict=True):
+                as_bytes(slots[i]).copy_(part.data)
+
+        return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in there], read)
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        near = self.near(flat.device)
+        if near is None:
+            super()._broadcast(flat, src)
+        elif self.index == src:
+            self._move(near, [(as_bytes(flat), self._others)], {})
+        else:
+            self._move(near, [], {src: as_bytes(flat)})
+
+    def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
+        mine = sends[self.index]
+        near = self.near(mine.device)
+        if near is None:
+            return super()._reduce_scatter(sends, op)
+        out = torch.empty_like(mine)
+        self._fold(near, {i: sends[i] for i in self._others}, mine, op, out)
+        return out
+
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+        mine = sends[self.index]
+        near = self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
+        if near is None:
+            return super()._reduce_scatter_async(sends, op)
+        number, out = self._next(), torch.empty_like(mine)
+        if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
+            self._leave(near, number, parts)
+        there = self._others if mine.numel() else []
+        return Scattered(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
+        near = self.near(flat.device)
+        if near is None:
+            return super()._all_reduce(flat, op)
+        if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
+            return super(ProcessComm, self)._all_reduce(flat, op)  # of a reduce-scatter and an all-gather
+        out = torch.empty_like(flat)
+        self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
+        return out
+
+    def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
+        near = self.near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
+        if near is None:
+            return super()._all_reduce_async(flat, op)
+        number, mine = self._next(), flat.detach().view(-1)
+        self._leave(near, number, [(as_bytes(mine), self._others)])
+        return _Ahead(self, near, number, [(i, mine.nbytes) for i in self._others], self._folding(mine, op, mine))
+
+    def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[Part]], None]:
+        def read(found: Sequence[Part]) -> None:
+            if not found:
+                return
+            parts = [part.data.view(mine.dtype) for part in found]
+            parts.insert(self.index, mine)
+            _combine_into(parts, op, out)
+
+        return read
+
+
+class _Ahead:
+    """A collective whose parts are on their way; ``read`` takes them where they are waited for."""
+
+    def __init__(self, comm: SharedComm, near: Neighbours, number: int, there: Sequence[tuple[int, int]], read: Callable[[Sequence[Part]], None]) -> None:
+        self._comm, self._near, self._number, self._there, self._read = comm, near, number, list(there), read
+        self._digest = comm._digest
+
+    def wait(self) -> None:
+        found = []
+        while self._there:
+            found.append(self._comm._find(self._near, self._number, *self._there[0], self._digest))
+            del self._there[0]
+        if found:
+            self._read(found)
+        for part in found:
+            part.done()
+
+    def __del__(self) -> None:
+        for i, _ in self._there:
+            self._near.forget(self._comm.ranks[i], self._comm._topic, self._number)
+
+
+def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
+    """``out``: the parts combined; it may be one of them."""
+    total = combine(parts, op, out=None if any(out is part for part in parts[2:]) else out)  # it would be written before it is read
+    if total is not out:
+        out.copy_(total)
+
+
+def topic(of: object) -> int:
+    """A number for what both sides can write down alike."""
+    return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
+
+
+def neighbours(world: ProcessWorld) -> Neighbours | None:
+    """This rank among those of its host; None where it shares no memory."""
+    if world.neighbours is None and host():
+        with contextlib.suppress(OSError):
+            world.neighbours = Neighbours(world.rank)
+    return world.neighbours

@@ -1,0 +1,522 @@
+"""Comm: collectives among an ordered set of ranks, on ordinary tensors of any dtype, size and stride.
+
+Every collective is made of one primitive, `_swap` (each rank hands flat bytes to some others); a backend overrides what it does better natively.
+Results are fresh tensors: inputs are never modified, save by `all_reduce_async`, which says so. Data travels as bytes, so every dtype moves;
+reductions happen locally, in rank order, so every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import DivergenceError, GlobalTensorError
+from ..sharding.tensor_kinds import Kind, refusal
+from ..sharding.spec import pieces
+from .divergence import History, Report, describe
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["Channel", "Comm", "Done", "Exchange", "Handle", "Message", "Scattered", "Traffic", "as_bytes", "combine", "comms", "flatten"]
+
+#: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
+_SMALL: Final = 1 << 15
+
+#: Dtypes torch cannot add or compare, and one that can hold their values meanwhile.
+_WIDER: Final = {
+    torch.complex32: torch.complex64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_FOLD: Final[dict[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class Traffic(NamedTuple):
+    """One collective this rank took part in; ``bytes`` is what a rank sends (the larger share where it is uneven)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Handle(Protocol):
+    """What an asynchronous collective returns."""
+
+    def wait(self) -> None:
+        """Block until the result is there; raises WorldError where the collective failed."""
+
+
+class Scattered:
+    """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned. ``finish`` makes it of what ``work`` brings."""
+
+    def __init__(self, work: Handle | None = None, finish: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
+        self._work, self._finish, self._value = work, finish, value
+
+    def wait(self) -> None:
+        """As that of any handle."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._value = self._finish()
+        self._work = self._finish = None
+
+    @property
+    def value(self) -> Tensor:
+        """What this rank gets."""
+        assert self._value is not None, "wait() comes first"
+        return self._value
+
+
+class Exchange:
+    """The handle of an exchange under way."""
+
+    def __init__(self, work: Handle, parts: dict[int, Tensor], kept: object = None) -> None:
+        self._work, self._parts, self._kept = work, parts, kept
+
+    def wait(self) -> dict[int, Tensor]:
+        """Block until all is here and what was sent may be written again -> what came, flat, by index. Raises WorldError where it cannot come."""
+        self._work.wait()
+        self._kept = None
+        return self._parts
+
+
+class Done:
+    """The handle of a collective that is already over."""
+
+    def wait(self) -> None:
+        return None
+
+
+@contextmanager
+def comms() -> Iterator[list[Traffic]]:
+    """Record the collectives of this rank, forward and backward, for as long as the block lasts.
+
+    >>> with comms() as log:
+    ...     pass
+    >>> log
+    []
+    """
+    from .world import world
+
+    here = world()
+    before, here.trace = here.trace, []
+    try:
+        yield here.trace
+    finally:
+        here.trace = before
+
+
+def flatten(t: Tensor) -> Tensor:
+    """The elements of ``t`` in row-major order, contiguous, 1-D, without gradient; shares memory with ``t`` where it can."""
+    t = t.detach()
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
+    # A storage with gaps must not reach gloo: it would send the gaps.
+    return t.contiguous().view(-1)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes."""
+    # One element may carry any stride and still count as contiguous; a view of another type wants 1.
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def combine(parts: Sequence[Tensor], op: str, spare: int | None = None, out: Tensor | None = None) -> Tensor:
+    """Elementwise sum, max or min of tensors of one shape and dtype, in the order given -> a fresh tensor; or, where that saves one, ``out`` (which may be one
+    of the first two) or, of two tensors, that at index ``spare``, overwritten.
+
+    Half types are added in float32. Of bool, sum and max are "any", min is "all". Raises RuntimeError for the max or min of complex numbers.
+    """
+    dtype = parts[0].dtype
+    if len(parts) == 1:
+        return parts[0].clone()
+    if dtype is torch.bool:
+        return functools.reduce(torch.logical_and if op == "min" else torch.logical_or, parts)
+    if dtype is torch.uint64:
+        # int64 adds the same bits; turning the top bit round makes its order that of uint64.
+        top = -(1 << 63) if op != "sum" else 0
+        return (combine([p.view(torch.int64) ^ top for p in parts], op) ^ top).view(torch.uint64)
+    wider = _WIDER.get(dtype)
+    if wider is None and op == "sum" and len(parts) > 2 and dtype in (torch.float16, torch.bfloat16):
+        wider = torch.float32
+    if wider is not None:
+        return combine([p.to(wider) for p in parts], op).to(dtype)
+    fold = _FOLD[op]
+    total = fold(parts[0], parts[1], out=parts[spare] if spare is not None and len(parts) == 2 else out)
+    for part in parts[2:]:
+        fold(total, part, out=total)
+    return total
+
+
+class Comm(ABC):
+    """Collectives among ``ranks``, in the order given. All of them must call the same ones in the same order."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self.world, self.ranks, self.size = world, ranks, len(ranks)
+        self.index = ranks.index(world.rank)
+        self.begin_digests()
+
+    def begin_digests(self) -> None:
+        """Forget what was compared up to now."""
+        self._log = hashlib.blake2b(digest_size=8)  # of the collectives, each with what was run before it
+        self._histories: list[History] = []
+        self._known_histories = self._collectives = 0
+        self._digest = b""  # of the last one
+
+    @abstractmethod
+    def _swap(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        """Send each flat byte tensor to its peer and fill the others from theirs. Keys are indexes into ``ranks``, never the own one; none is empty.
+
+        Every member calls it, with nothing to send or receive too: NCCL starts a communicator with all members only.
+        """
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Every rank's (picklable) value, in the order of ``ranks``."""
+        if self.size == 1:
+            return [value]
+        self._enter("all_gather_object", torch.uint8, _CPU)
+        return self.all_gather_unchecked(value)
+
+    def all_gather_unchecked(self, value: object) -> list[Any]:
+        """The same, while what the ranks do is being compared: without comparing it again."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        numels = [int(n) for n in self._all_gather_parts(torch.tensor([mine.numel()]), [1] * self.size)]
+        return [pickle.loads(part.numpy().tobytes()) for part in self._all_gather_parts(mine, numels)]
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        if self.size > 1:
+            self._enter("barrier", torch.uint8, _CPU)
+            self._all_gather_parts(torch.zeros(1), [1] * self.size)
+
+    def compare_plain(self, digest: Tensor, text: str, purpose: str, odd: Kind | None = None) -> None:
+        """Compare a digest (int64, on the CPU) of a plain tensor that all ranks have to hold alike.
+
+        ``odd``: of what kind this rank's tensor is, if it is no ordinary one. Raises DivergenceError, on every rank, if digests differ; KindError if kinds do.
+        """
+        self.world.plain, self.world.purpose, self.world.odd = text, purpose, odd
+        self._enter("comparison of a plain tensor", torch.int64, _CPU)
+        parts = self._all_gather_parts(digest, [digest.numel()] * self.size)
+        if not all(torch.equal(part, digest) for part in parts):
+            raise self._diverged(self.all_gather_unchecked)
+        self.world.plain, self.world.purpose, self.world.odd = "", "", None
+
+    def _note(self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
+        self._enter(kind, dtype, device, op)
+        trace = self.world.trace
+        if trace is not None:
+            trace.append(Traffic(kind, self.ranks, nbytes))
+
+    # Comparing what ranks do
+
+    def _enter(self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
+        """A collective begins: let its digest be compared, and under flow.guard its operations too. Raises DivergenceError."""
+        world = self.world
+        if world.pace is not None:
+            world.pace.meet(self, kind)
+        if world.compares and self.size > 1:
+            self._digest = self._next_digest(kind, dtype, op)
+            world.kind = kind
+            self._compare(device)
+
+    def _next_digest(self, kind: str, dtype: torch.dtype | None, op: str) -> bytes:
+        if self._known_histories != len(self.world.histories):
+            ranks = frozenset(self.ranks)
+            self._histories = [h for h in self.world.histories.values() if ranks <= h.ranks]
+            self._known_histories = len(self.world.histories)
+        self._collectives += 1
+        self._log.update(b"".join([_label(kind, dtype, op), *[h.digest() for h in self._histories]]))
+        return self._log.digest()
+
+    def _compare(self, device: torch.device) -> None:
+        """Compare the digest with that of the other ranks, where the data does not carry it."""
+        return None
+
+    def _diverged(self, exchange: Callable[[Any], Sequence[Any]]) -> GlobalTensorError:
+        """Return the error of ranks whose digests differ, or of kinds of tensors that do. ``exchange``: gives every rank's object to all."""
+        world = self.world
+        report = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd)
+        reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
+        world.forget()
+        reports.sort(key=lambda r: r.rank)
+        first = next((r for r in reports if r.odd is not None), reports[0])
+        if any(r.odd != first.odd for r in reports):
+            return refusal(first.purpose, {r.rank: r.odd for r in reports})
+        return DivergenceError(describe(reports))
+
+    # Reductions
+
+    def all_reduce(self, t: Tensor, op: str = "sum") -> Tensor:
+        """Elementwise ``sum``, ``max`` or ``min`` of all ranks' tensors (of one shape) -> on each rank, the same bits."""
+        if self.size == 1 or not t.numel():
+            return t.detach().clone()
+        flat = flatten(t)
+        self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
+        return self._all_reduce(flat, op).view(t.shape)
+
+    def all_reduce_async(self, flat: Tensor, op: str = "sum") -> Handle:
+        """All-reduce a contiguous tensor **in place**; it must be left alone until ``wait()`` of the handle returns."""
+        if self.size > 1 and flat.numel():
+            self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
+            return self._all_reduce_async(flat, op)
+        return Done()
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], op: str = "sum") -> Tensor:
+        """One chunk for each rank, of any shapes; rank i gets the ``op`` of all ranks' chunks i."""
+        mine = chunks[self.index]
+        if self.size == 1:
+            return mine.detach().clone()
+        sends = [flatten(c) for c in chunks]
+        total = sum(c.nbytes for c in sends)
+        self._note("reduce_scatter", total - total // self.size, mine.dtype, mine.device, op)
+        return self._reduce_scatter(sends, op).view(mine.shape)
+
+    def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> Scattered:
+        """The same beside the computation, of 1-D contiguous chunks, which must be left alone until ``wait()`` of the handle returns. Then it has the
+        ``value``."""
+        if self.size == 1:
+            return Scattered(value=chunks[0].detach().clone())
+        total = sum(c.nbytes for c in chunks)
+        self._note("reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op)
+        return self._reduce_scatter_async([c.detach() for c in chunks], op)
+
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+        return Scattered(value=self._reduce_scatter(sends, op))
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
+        n, p = flat.numel(), self.size
+        if p == 2 or flat.nbytes <= _SMALL:
+            return combine(self._all_gather_parts(flat, [n] * p), op, spare=self.index - 1)
+        sizes = [length for _, length in pieces(n, p)]
+        out = torch.empty_like(flat)
+        self._all_gather(self._reduce_scatter(list(flat.split_with_sizes(sizes)), op), sizes, out)
+        return out
+
+    def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
+        self._all_reduce_in_place(flat.detach().view(-1), op)
+        return Done()
+
+    def _all_reduce_in_place(self, flat: Tensor, op: str) -> None:
+        if self.size == 2 or flat.nbytes <= _SMALL:
+            parts = self._all_gather_parts(flat, [flat.numel()] * self.size)
+            flat.copy_(combine(parts, op, spare=self.index - 1))
+            return
+        slots = flat.split_with_sizes([length for _, length in pieces(flat.numel(), self.size)])
+        mine = slots[self.index]
+        mine.copy_(self._reduce_scatter(slots, op))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, mine), {i: slots[i] for i in others}, flat.device)
+
+    def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
+        longest = max(self.size * max(s.numel() for s in sends), sum(s.numel() for s in sends))
+        return combine(self._all_to_all_parts(sends, [sends[self.index].numel()] * self.size, longest), op, spare=self.index - 1)
+
+    # Moves
+
+    def all_gather(self, t: Tensor, numels: Sequence[int], fresh: bool = True) -> list[Tensor]:
+        """Every rank's elements, flat; rank i gives ``numels[i]`` of them. Not ``fresh``: the own part may share memory with ``t``."""
+        flat = flatten(t)
+        if self.size == 1:
+            return [flat.clone() if fresh else flat]
+        total = sum(numels) * flat.itemsize
+        self._note("all_gather", total - total // self.size, flat.dtype, flat.device)
+        parts = self._all_gather_parts(flat, numels)
+        if fresh:
+            parts[self.index] = flat.clone()
+        return parts
+
+    def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        parts = [flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device) for i, n in enumerate(numels)]
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, flat), {i: parts[i] for i in others}, flat.device)
+        return parts
+
+    def all_gather_into(self, t: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+        flat = flatten(t)
+        if self.size == 1:
+            out.copy_(flat)
+            return
+        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
+        self._all_gather(flat, numels, out)
+
+    def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        """The same beside the computation; ``t`` and ``out`` must be left alone until ``wait()`` of the handle returns."""
+        flat = flatten(t)
+        if self.size == 1:
+            out.copy_(flat)
+            return Done()
+        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
+        return self._all_gather_async(flat, numels, out)
+
+    def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
+        self._all_gather(flat, numels, out)
+        return Done()
+
+    def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
+        slots = out.split_with_sizes(list(numels))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat(dict.fromkeys(others, flat), {i: slots[i] for i in others}, out.device, (slots[self.index], flat))
+
+    def all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], fresh: bool = True, longest: int | None = None) -> list[Tensor]:
+        """Rank i gets everyone's ``sends[i]``, flat; ``numels[j]`` elements come from rank j. Not ``fresh``: the own part may share memory with its input.
+
+        ``longest``: the most elements any rank sends or receives, where that is known; it may open a quicker way.
+        """
+        flats = [flatten(s) for s in sends]
+        own = flats[self.index]
+        if self.size > 1:
+            self._note("all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device)
+        parts = self._all_to_all_parts(flats, numels, longest)
+        if fresh:
+            parts[self.index] = own.clone()
+        return parts
+
+    def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
+        own = sends[self.index]
+        parts = [own if i == self.index else torch.empty(n, dtype=own.dtype, device=own.device) for i, n in enumerate(numels)]
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat({i: sends[i] for i in others}, {i: parts[i] for i in others}, own.device)
+        return parts
+
+    def all_to_all_into(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None = None) -> None:
+        """The same, into ``out``: flat, contiguous, ``sum(numels)`` elements, in the order of ``ranks``."""
+        flats = [flatten(s) for s in sends]
+        if self.size == 1:
+            out.copy_(flats[0])
+            return
+        total = sum(f.nbytes for f in flats)
+        self._note("all_to_all", total - flats[self.index].nbytes, out.dtype, out.device)
+        self._all_to_all(flats, numels, out, longest)
+
+    def _all_to_all(self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None) -> None:
+        slots = out.split_with_sizes(list(numels))
+        others = [i for i in range(self.size) if i != self.index]
+        self._swap_flat({i: sends[i] for i in others}, {i: slots[i] for i in others}, out.device, (slots[self.index], sends[self.index]))
+
+    def broadcast(self, t: Tensor, src: int) -> Tensor:
+        """The tensor of the rank at index ``src``, on every rank; elsewhere ``t`` gives shape and dtype."""
+        if self.size == 1 or not t.numel():
+            return t.detach().clone()
+        self._note("broadcast", t.nbytes, t.dtype, t.device)
+        flat = flatten(t).clone() if self.index == src else torch.empty(t.numel(), dtype=t.dtype, device=t.device)
+        self._broadcast(flat, src)
+        return flat.view(t.shape)
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        if self.index == src:
+            self._swap_flat(dict.fromkeys((i for i in range(self.size) if i != src), flat), {}, flat.device)
+        else:
+            self._swap_flat({}, {src: flat}, flat.device)
+
+    def exchange(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> dict[int, Tensor]:
+        """Sparse point to point: give ``sends[i]`` to the rank at index i, get ``numels[j]`` elements from that at j -> flat tensors.
+
+        Dtype and device are those of ``like``. What a rank sends to itself comes back as a copy.
+        """
+        recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
+        self.exchange_into(sends, recvs, like.device)
+        return recvs
+
+    def exchange_async(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> Exchange:
+        """The same beside the computation, with other ranks only; what is sent must be left alone until ``wait()`` of the handle returns the parts."""
+        flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
+        recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
+        self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
+        if self.size == 1:
+            return Exchange(Done(), recvs)
+        into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
+        return Exchange(self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device), recvs, flats)
+
+    def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
+        self._swap(sends, recvs, device)
+        return Done()
+
+    def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
+        """The same, into the given flat contiguous tensors."""
+        flats = {i: flatten(s) for i, s in sends.items()}
+        self._note("exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device)
+        local = (recvs[self.index], flats[self.index]) if self.index in recvs else None
+        self._swap_flat({i: f for i, f in flats.items() if i != self.index}, {i: r for i, r in recvs.items() if i != self.index}, device, local)
+
+    def _swap_flat(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device, local: tuple[Tensor, Tensor] | None = None) -> None:
+        if self.size > 1:
+            self._swap({i: as_bytes(s) for i, s in sends.items() if s.numel()}, {i: as_bytes(r) for i, r in recvs.items() if r.numel()}, device)
+        if local is not None:
+            local[0].copy_(local[1])
+
+
+_CPU: Final = torch.device("cpu")
+
+
+@functools.cache
+def _label(kind: str, dtype: torch.dtype | None, op: str) -> bytes:
+    """What is recorded of a collective."""
+    return f"{kind} {dtype} {op}".encode()
+
+
+class Message(Protocol):
+    """One message on its way through a channel."""
+
+    def over(self) -> bool:
+        """Whether it is through, or has failed; without waiting. Then ``wait`` returns, or raises, at once."""
+
+    def arrive(self) -> None:
+        """Block as `wait` does, but only for others: what this rank itself has to do then, such as a copy to where it belongs, is left to `wait`."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Block until it is through, as long as the world waits at most. Raises WorldError where it cannot get there."""
+
+
+class Channel(ABC):
+    """Messages from rank ``source`` to rank ``target`` that go beside the computation; this rank is one of the two.
+
+    They have no names: the n-th receive gets the n-th that was sent, so both sides must know their order, and their sizes. Other channels, the one in the
+    opposite direction too, are independent of it.
+    """
+
+    def __init__(self, world: World, source: int, target: int) -> None:
+        self.world, self.source, self.target = world, source, target
+
+    @abstractmethod
+    def _send(self, data: Tensor) -> Message:
+        """Start sending flat bytes, at least one."""
+
+    @abstractmethod
+    def _receive(self, data: Tensor) -> Message:
+        """Start receiving into flat bytes, at least one."""
+
+    def connect(self) -> None:
+        """Make ready. Both ranks call it before the first message, and each rank for all its channels sorted by (source, target): it may wait for the other."""
+        return None
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        return None
+
+    def send(self, t: Tensor) -> Message:
+        """Start sending the elements of ``t``, in row-major order; never waits. They must be left alone until the message is over."""
+        flat = flatten(t)
+        trace = self.world.trace
+        if trace is not None:
+            trace.append(Traffic("send", (self.source, self.target), flat.nbytes))
+        return self._send(as_bytes(flat))
+
+    def receive(self, flat: Tensor) -> Message:
+        """Start filling a contiguous 1-D tensor with the next message; never waits."""
+        return self._receive(as_bytes(flat))

@@ -1,0 +1,156 @@
+"""Ranks of one node meet by their job's name: rank 0 serves a store at a free port and says in a file which.
+
+A port worked out of the name alone would be alike on all ranks too, but two jobs on one machine can get the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ..errors import WorldError
+from .cluster_env import Detected
+
+__all__ = ["meet"]
+
+_LOOK_SECONDS = 0.01
+_TAKE_SECONDS = 5.0  # how long rank 0 tries to put its file where an old one is, which others of its job hold for a moment as they look
+
+_met: dict[str, int] = {}  # how often this process has met under each name: each time is a file of its own
+
+
+def meet(place: Detected, timeout: timedelta) -> Store:
+    """A store of this job's ranks, once all of them are there.
+
+    Raises WorldError where a rank has not come within ``timeout``, or another job of that name is meeting.
+    """
+    number = _met[place.job] = _met.get(place.job, -1) + 1
+    path = _path(place.job, number)
+    if place.rank == 0:
+        store = _store(place, 0, timeout)
+        with _said(store.port, path, place):
+            _wait_for_all(store, place, path, timeout)
+        return PrefixStore("default_pg", store)
+    store = _store(place, _read(path, place, timeout), timeout)
+    store.set(f"rank {place.rank} is here", "")
+    return PrefixStore("default_pg", store)
+
+
+def _store(place: Detected, port: int, timeout: timedelta) -> TCPStore:
+    try:
+        return TCPStore(place.addr, port, place.world_size, place.rank == 0, timeout, False)
+    except (DistStoreError, DistNetworkError) as error:
+        told = f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.addr}:{port}: {error}"
+        raise WorldError(f"{told}; are all ranks on this machine and in one network namespace? Else set MASTER_ADDR and MASTER_PORT on all ranks") from error
+
+
+def _path(job: str, number: int) -> Path:
+    name = hashlib.sha256(f"{job} {number}".encode()).hexdigest()[:20]
+    return Path(tempfile.gettempdir()) / f"globaltensor_{os.getuid()}_{name}"
+
+
+@contextlib.contextmanager
+def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
+    """The file says this port while the block runs.
+
+    It comes whole and locked, and is good only while its maker holds it: what a job that died has left behind misleads nobody.
+    """
+    import fcntl  # not on every system, and only these ranks need it
+
+    file, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.write(file, str(port).encode())
+        deadline = time.monotonic() + _TAKE_SECONDS
+        while not _put(name, path):
+            if time.monotonic() > deadline:
+                told = f"another job that {place.source} calls {place.job!r} is starting on this machine ({path} is held)"
+                raise WorldError(f"{told}: set MASTER_PORT to a free port on all ranks of this one")
+            time.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            os.unlink(path)
+    finally:
+        os.close(file)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _put(name: str, path: Path) -> bool:
+    """Make the file ``name`` the one at ``path``, unless one that is held is there."""
+    import fcntl  # as above
+
+    with contextlib.suppress(FileExistsError):
+        os.link(name, path)
+        return True
+    try:
+        old = _opened(path)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(old, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, as those who look: to them it must not seem to be held
+        if not os.path.samestat(os.fstat(old), path.stat()):
+            return False
+        os.replace(name, path)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(old)
+    return True
+
+
+def _read(path: Path, place: Detected, timeout: timedelta) -> int:
+    """The port that rank 0 has written."""
+    import fcntl  # as above
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            file = _opened(path)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody holds it: it is old
+            except BlockingIOError:
+                return int(os.read(file, 100))
+            finally:
+                os.close(file)
+        time.sleep(_LOOK_SECONDS)
+    told = f"rank {place.rank} of {place.world_size}: rank 0 has not said within {timeout.total_seconds():g} s where to meet ({path})"
+    raise WorldError(f"{told}; {_mend(path)}")
+
+
+def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    for rank in range(1, place.world_size):
+        try:
+            store.wait([f"rank {rank} is here"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except (DistStoreError, DistNetworkError) as error:
+            told = f"rank {rank} of {place.world_size} has not come within {timeout.total_seconds():g} s to where {path} says"
+            raise WorldError(f"{told}; {_mend(path)}") from error
+
+
+def _opened(path: Path) -> int:
+    """The file, for reading. Raises FileNotFoundError; WorldError where it is none of ours."""
+    mend = "remove it, or set MASTER_PORT to a free port on all ranks"
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise WorldError(f"ranks of one node meet through {path}, which cannot be opened ({error.strerror}): {mend}") from error
+    if os.fstat(file).st_uid != os.getuid():
+        os.close(file)
+        raise WorldError(f"ranks of one node meet through {path}, which belongs to another user: {mend}")
+    return file
+
+
+def _mend(path: Path) -> str:
+    return f"are all ranks started, and do they share {path.parent}? Else set MASTER_PORT to a free port on all ranks"

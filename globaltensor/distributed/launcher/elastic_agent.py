@@ -1,0 +1,265 @@
+"""torch's elastic agent over this package's own processes: torch's decides when ranks start, start again and are done, ours how they live and end.
+
+Why not torch's processes (``LocalElasticAgent``): they get signals one by one, so what they have started stays behind; they outlive an agent that is killed;
+they write straight to the console, in the middle of each other's lines, or through files; and of a failure without ``@record`` only the exit code is told.
+The four methods below, and ``_exit_barrier``, are those that torch documents for agents to implement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from .mpirun import Mpirun
+from .node_rendezvous import FixedNodes, TCPStore, Watch, serve
+from .log_streams import STDERR, STDOUT, Pump, Stream, say
+from .workers import Keeper, Rank, Team, signal_name, start_here
+
+__all__ = ["NodeAgent", "Signals"]
+
+_SIGNALS: Final = tuple(number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if (number := getattr(signal, name, None)) is not None)
+
+
+class Signals:
+    """The signals that ask the launcher to end, noted instead of acted on: an exception in the middle of a start would leave a rank that nobody knows of."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._at_once = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # An ignored SIGHUP stays so (nohup). SIGINT does not: shells ignore it for what they put in the background.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self._at_once:
+            self.check()
+
+    def check(self) -> None:
+        """Raise torch's SignalException if a signal has come."""
+        if self.received:
+            number = signal.Signals(self.received[0])
+            raise SignalException(f"the launcher got {number.name}", number)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within the block a signal raises as soon as it comes."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
+
+
+class NodeAgent(SimpleElasticAgent):
+    """This node's part of a job. ``command`` and ``variables`` are those of every rank; ``code`` is, in the end, the launcher's exit code."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        command: list[str],
+        variables: dict[str, str],
+        logs: LogsSpecs,
+        prefix: Callable[[int, int], str],
+        mpi: bool,
+        grace: float,
+        beat: tuple[float, int],
+        pump: Pump,
+        keeper: Keeper,
+        signals: Signals,
+    ) -> None:
+        super().__init__(spec)
+        self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = command, variables, logs, prefix, grace, beat
+        self._pump, self._keeper, self._signals = pump, keeper, signals
+        self._mpirun = Mpirun(pump, signals.check) if mpi else None
+        self._team: Team | None = None
+        self._watch: Watch | None = None
+        self._server: TCPStore | None = None  # where the ranks meet, if this node serves it
+        self._done = False
+        self._starts = 0  # restarts, and changes in the number of nodes
+        self.code = 0
+
+    # What torch's agent asks for
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._signals.check()
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        where, met = self._meeting_point(worker_group), _met(worker_group)
+        ranks = self._ranks(worker_group, where, restarts)
+        self._team = Team(ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here)
+        self._team.start(again=self._starts > 1)
+        self._done = False
+        if met.group_world_size > 1:
+            self._watch = Watch(met.store, met.group_rank, met.group_world_size, *self._beat, where)
+        return {rank.local_rank: rank.process.pid if rank.process else None for rank in ranks}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._signals.check()
+        team, watch = self._team, self._watch
+        assert team is not None
+        if team.failed:
+            return self._failed(team.failed_by(lambda: self._signals.received or (watch is not None and watch.news)))
+        if watch is not None and watch.news:
+            self.code = watch.code
+            if watch.final and isinstance(worker_group.spec.rdzv_handler, FixedNodes):
+                self._remaining_restarts = 0  # there will be too few nodes
+            self._end(team)
+            say(f"{watch.news}\nthis node's {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} had to end with it")
+            self._announce_restart()
+            return RunResult(state=WorkerState.UNHEALTHY)
+        if self._mpirun is not None and self._mpirun.died and team.alive:
+            return self._lost_mpirun(team, self._mpirun)
+        if team.alive or not self._all_nodes_done():
+            return RunResult(state=WorkerState.HEALTHY)
+        self.code = 0
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={rank.rank: None for rank in team.ranks})
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        team, self._team = self._team, None
+        watch, self._watch = self._watch, None
+        if team is not None:
+            if watch is not None and self._signals.received:
+                watch.tell(f"its launcher got {signal_name(self._signals.received[0])}", 128 + self._signals.received[0], True)
+            if team.alive:
+                self._end(team)
+            team.close()
+            if self._mpirun is not None:
+                self._mpirun.close()
+        if watch is not None:
+            watch.close()
+
+    def _exit_barrier(self) -> None:
+        # Not torch's own: it waits in the store for minutes, deaf to signals, for nodes that may have died.
+        if self._watch is not None:
+            self._watch.leave()
+
+    # Parts of it
+
+    def _end(self, team: Team) -> None:
+        asked = len(self._signals.received)
+        team.end(signal.SIGTERM, self._grace, hurry=lambda: len(self._signals.received) > asked)
+
+    def _failed(self, failed: list[Rank]) -> RunResult:
+        assert self._team is not None
+        code = failed[0].code or 0
+        self.code = code if code > 0 else 128 - code
+        earlier = ""
+        if self._watch is not None:
+            earlier = self._watch.tell(failed[0].epitaph(), self.code, self._remaining_restarts == 0)
+        self._end(self._team)
+        say(self._team.report(failed))
+        if earlier:
+            say(f"before that, {earlier}")
+        self._announce_restart()
+        failures = {rank.rank: ProcessFailure(rank.local_rank, rank.process.pid if rank.process else 0, rank.code or 0, "") for rank in failed}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _lost_mpirun(self, team: Team, mpirun: Mpirun) -> RunResult:
+        self.code, told = mpirun.epitaph()
+        if self._watch is not None:
+            self._watch.tell(told, self.code, self._remaining_restarts == 0)
+        self._end(team)
+        say(f"{told}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it connected had to end with it")
+        self._announce_restart()
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _announce_restart(self) -> None:
+        limit = self._worker_group.spec.max_restarts
+        if self._remaining_restarts > 0:
+            say(f"starting the ranks again: restart {limit - self._remaining_restarts + 1} of at most {limit}")
+
+    def _all_nodes_done(self) -> bool:
+        if self._watch is None:
+            return True
+        if not self._done:
+            self._done = True
+            self._watch.done()
+        return self._watch.all_done
+
+    def _ranks(self, group: WorkerGroup, where: tuple[str, int], restarts: int) -> list[Rank]:
+        """This node's ranks, with the variables that tell each who it is."""
+        addr, port = where
+        shared = {
+            **self._variables,
+            "MASTER_ADDR": addr,
+            "MASTER_PORT": str(port),
+            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_NAME": group.spec.role,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        own = {
+            worker.local_rank: {
+                **shared,
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+                "WORLD_SIZE": str(worker.world_size),
+                "ROLE_RANK": str(worker.role_rank),
+                "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            }
+            for worker in group.workers
+        }
+        to = self._logs.reify(own)
+        streams = {}
+        for worker in group.workers:
+            prefix = self._prefix(worker.global_rank, worker.local_rank)
+            for number, paths, teed in ((STDOUT, to.stdouts, to.tee_stdouts), (STDERR, to.stderrs, to.tee_stderrs)):
+                streams[worker.local_rank, number] = _stream(number, paths[worker.local_rank], worker.local_rank in teed, prefix)
+        ranks = []
+        for worker in group.workers:
+            local = worker.local_rank
+            ranks.append(Rank(worker.global_rank, local, self._command, own[local], streams[local, STDOUT], streams[local, STDERR]))
+        return ranks
+
+    def _meeting_point(self, group: WorkerGroup) -> tuple[str, int]:
+        """The store where the ranks meet, which the first node serves: the launchers' own, but ranks started again must not find what others left in it."""
+        handler = group.spec.rdzv_handler
+        self._starts += 1
+        if isinstance(handler, FixedNodes) and self._starts == 1:
+            return handler.addr, handler.port
+        met = _met(group)
+        if met.group_rank == 0:
+            self._server = server = serve()
+            met.store.set("ranks meet at", str(server.port))
+        return met.master_addr, int(met.store.get("ranks meet at"))
+
+
+def _met(group: WorkerGroup) -> Any:
+    """The group once its nodes have met; torch declares what it is told then as None."""
+    return group
+
+
+def _stream(number: int, path: str, teed: bool, prefix: str) -> Stream:
+    """A rank's stdout or stderr, as torch's LogsSpecs says: "" is the console, a file is a file, and also the console if teed."""
+    kept = number == STDERR
+    if path in ("", os.devnull):
+        return Stream(number if not path else None, kept=kept)
+    return Stream(number if teed else None, Path(path), prefix.encode() if teed else b"")

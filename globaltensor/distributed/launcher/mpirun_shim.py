@@ -1,0 +1,83 @@
+"""What mpirun starts for each rank: gets the rank's command and its stdout and stderr from the launcher, runs it, and tells how it ended.
+
+Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``). It stands between because mpirun ends a whole job at the first failure, within a
+second, and reports it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this process end only when all have.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+# A neighbour: this package is not on the path of a bare script.
+from tether import become, tie  # type: ignore[import-not-found]
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+
+def main(path: str) -> int:
+    """Serve one rank -> 0, always: the launcher knows better."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # mpirun's request to end; the launcher makes its own
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
+    launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    launcher.connect(path)
+    launcher.sendall(f"{rank}\n".encode())
+    text, streams = receive(launcher)
+    pid = os.fork()
+    if pid == 0:
+        launcher.close()
+        tie(os.getppid())
+        begin(json.loads(text), streams)
+    for stream in streams:
+        os.close(stream)
+    launcher.sendall(f"{pid}\n".encode())
+    watch(pid, launcher)
+    return 0
+
+
+def receive(launcher: socket.socket) -> tuple[bytes, list[int]]:
+    """(what to run, as JSON; stdin, stdout and stderr for it): a line, and the descriptors that came with its start."""
+    text, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
+    while not text.endswith(b"\n"):
+        more = launcher.recv(1 << 16)
+        if not more:
+            sys.exit(0)
+        text += more
+    return text, list(descriptors)
+
+
+def begin(order: dict[str, Any], streams: list[int]) -> None:
+    """Become the rank."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.environ.update(order["variables"])
+    become(order["command"])
+
+
+def watch(pid: int, launcher: socket.socket) -> None:
+    """Tell the launcher when the rank ends and how. When the launcher is done, or dead, what is left of a rank that has not ended well is killed."""
+    alive, code, ended = True, 0, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    while True:
+        sources: list[Any] = [launcher, *([ended] if alive and ended is not None else [])]
+        ready, _, _ = select.select(sources, [], [], 0.05 if alive and ended is None else None)
+        if launcher in ready and not launcher.recv(1 << 12):
+            break
+        # Not reaped: so its number stays its own until its group is killed.
+        told = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if alive else None
+        if told is not None:
+            alive = False
+            code = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+            launcher.sendall(f"{code}\n".encode())
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if alive or code:
+            os.killpg(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

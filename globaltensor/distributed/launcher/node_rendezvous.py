@@ -1,0 +1,380 @@
+"""The launchers of a job, one on each node: how they meet, agree, and learn of each other's end.
+
+Nodes of a fixed number meet at a store that node 0 serves at the job's master port; an elastic number through torch's own rendezvous. While ranks run, each
+launcher shows now and then that it lives, and posts the failure of a rank of its own, so that all nodes end within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from ...errors import WorldError
+from .log_streams import say
+
+__all__ = ["FixedNodes", "Interruptible", "TCPStore", "Watch", "bound", "serve"]
+
+CONNECT_SECONDS: Final = 45.0  # for node 0 to answer
+_NO_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
+_TRY_SECONDS: Final = 2.0
+_TICK_SECONDS: Final = 0.05
+_TELL_SECONDS: Final = 10.0  # between words about whom we wait for
+_STORE_SECONDS: Final = 15.0  # for an answer of the store
+_HEAR_SECONDS: Final = 3.0  # for the other nodes to hear of a failure
+
+
+def bound(port: int = 0, listen: bool = False) -> socket.socket:
+    """A socket that holds this port on all of this machine's addresses; 0: one that is free. Raises WorldError where it is in use."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", port))
+        if listen:
+            held.listen(1024)
+    except OSError as error:
+        held.close()
+        why = f"is in use or not allowed on this machine ({error.strerror})"
+        raise WorldError(f"--master_port {port} {why}: name another, or none to get a free one") from error
+    return held
+
+
+def serve(port: int = 0) -> TCPStore:
+    """A store served at this port of this machine; 0: a free one. Raises WorldError where it is in use."""
+    held = bound(port, listen=True)
+    number = int(held.getsockname()[1])
+    return TCPStore("localhost", number, None, True, timedelta(seconds=_STORE_SECONDS), False, master_listen_fd=held.detach())
+
+
+class FixedNodes(RendezvousHandler):
+    """The meeting of a fixed number of nodes. ``check`` is called while it waits, and may raise."""
+
+    def __init__(
+        self, addr: str, port: int, rank: int, nodes: int, nproc: int, run_id: str, check: Callable[[], None], connect: float, timeout: float
+    ) -> None:
+        self.addr, self.port, self.rank, self.nodes, self.nproc = addr, port, rank, nodes, nproc
+        self._run_id, self._check, self._connect, self._timeout = run_id, check, connect, timeout
+        self._round = -1
+        self.server: TCPStore | None = None
+        self._store: Store | None = None
+
+    def get_backend(self) -> str:
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes, and make sure that all were started alike. Raises WorldError."""
+        self._round += 1
+        if self._store is None:
+            self._store = PrefixStore("globaltensor/launchers", self._served() if self.rank == 0 else self._reached())
+        store = PrefixStore(f"round/{self._round}", self._store)
+        if self.nodes > 1:
+            self._agree(store)
+        return RendezvousInfo(store, self.rank, self.nodes, RendezvousStoreInfo(self.addr, self.port))
+
+    def _served(self) -> Store:
+        self.server = serve(self.port)
+        self.port = self.server.port
+        if self.nodes > 1:
+            try:
+                socket.create_connection((self.addr, self.port), _TRY_SECONDS).close()
+            except OSError as error:
+                why = f"node 0 does not reach itself at {self.addr}:{self.port} ({_reason(error)})"
+                raise WorldError(f"{why}: --master_addr must be an address of this machine, as other nodes know it") from error
+        return self.server
+
+    def _reached(self) -> Store:
+        where, began, told = f"{self.addr}:{self.port}", time.monotonic(), 0.0
+        while True:
+            self._check()
+            try:
+                socket.create_connection((self.addr, self.port), _TRY_SECONDS).close()
+                break
+            except OSError as error:
+                waited, why = time.monotonic() - began, _reason(error)
+            if waited > self._connect:
+                told_why = f"node {self.rank} cannot reach node 0 at {where}: {why}, for {self._connect:g} s"
+                mend = "is its launcher running, are --master_addr and --master_port its own, and does a firewall stand between?"
+                raise WorldError(f"{told_why}; {mend} (--rdzv_conf connect_timeout=<seconds> waits longer)")
+            if waited - told > _TELL_SECONDS:
+                told = waited
+                say(f"node {self.rank} waits for node 0 at {where} ({why})")
+            time.sleep(5 * _TICK_SECONDS)
+        try:
+            return TCPStore(self.addr, self.port, None, False, timedelta(seconds=_STORE_SECONDS), False)
+        except RuntimeError as error:
+            raise WorldError(f"what listens at {where} is no launcher: --master_port must be one that only node 0's launcher uses ({error})") from error
+
+    def _agree(self, store: Store) -> None:
+        """Wait until all nodes are here. Each shows its card; node 0's counts."""
+        mine = {"nnodes": self.nodes, "nproc_per_node": self.nproc, "host": socket.gethostname(), "pid": os.getpid(), "run": self._run_id}
+        if store.add(f"taken/{self.rank}", 1) > 1:
+            first = self._card_of_who_came_first(store)
+            raise WorldError(f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid {first['pid']}) has it; each node has a number of its own")
+        store.set(f"card/{self.rank}", json.dumps(mine))
+        until, told = time.monotonic() + self._timeout, time.monotonic()
+        for other in range(1, self.nodes) if self.rank == 0 else [0]:
+            while not store.check([f"card/{other}"]):
+                self._heed(store)
+                if time.monotonic() > until:
+                    self._give_up(store, f"node {other} of {self.nodes} has not come to {self.addr}:{self.port} within {self._timeout:g} s")
+                if time.monotonic() - told > _TELL_SECONDS:
+                    told = time.monotonic()
+                    say(f"node {self.rank} waits at {self.addr}:{self.port} for node {other} of {self.nodes}")
+                time.sleep(_TICK_SECONDS)
+            self._compare(store, other, json.loads(store.get(f"card/{other}")), mine)
+        if self.rank == 0:
+            store.set("go", "")
+        while not store.check(["go"]):
+            self._heed(store)
+            if time.monotonic() > until:
+                self._give_up(store, f"node 0 at {self.addr}:{self.port} still waits for others after {self._timeout:g} s")
+            time.sleep(_TICK_SECONDS)
+
+    def _card_of_who_came_first(self, store: Store) -> dict[str, object]:
+        """Whoever took this node's number shows its card next, unless it ends just there."""
+        until = time.monotonic() + _TRY_SECONDS
+        while not store.check([f"card/{self.rank}"]):
+            if time.monotonic() > until:
+                return {"host": "?", "pid": "?"}
+            time.sleep(_TICK_SECONDS)
+        found: dict[str, object] = json.loads(store.get(f"card/{self.rank}"))
+        return found
+
+    def _compare(self, store: Store, node: int, theirs: dict[str, object], mine: dict[str, object]) -> None:
+        for option in ("nnodes", "nproc_per_node"):
+            if theirs[option] != mine[option]:
+                what = f"node {node} ({theirs['host']}) was started with --{option} {theirs[option]}, node {self.rank} ({mine['host']}) with {mine[option]}"
+                self._give_up(store, f"{what}: it must be the same on all nodes (--rdzv_backend c10d allows different --nproc_per_node)")
+
+    def _give_up(self, store: Store, why: str) -> None:
+        store.set("refused", why)
+        self._tell_all(store)
+        raise WorldError(why)
+
+    def _heed(self, store: Store) -> None:
+        self._check()
+        if store.check(["refused"]):
+            why = store.get("refused").decode()
+            self._tell_all(store)
+            raise WorldError(why)
+
+    def _tell_all(self, store: Store) -> None:
+        """Node 0 serves what the others read, so it stays until those who have come know why, for a few seconds at most."""
+        if self.rank:
+            store.set(f"knows/{self.rank}", "")
+            return
+        until = time.monotonic() + _TRY_SECONDS
+        while time.monotonic() < until and any(store.check([f"card/{n}"]) and not store.check([f"knows/{n}"]) for n in range(1, self.nodes)):
+            time.sleep(_TICK_SECONDS)
+
+
+class Interruptible(RendezvousHandler):
+    """torch's own rendezvous, which waits for minutes: ``interruptible()`` is a context in which a signal ends the wait.
+
+    torch would serve one store for the ranks of all rounds (2.13: a node that joins later waits in vain to be told where); the agent serves one each time.
+    """
+
+    def __init__(self, inner: RendezvousHandler, interruptible: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+        self._inner, self._interruptible = inner, interruptible
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        before = os.environ.get(_NO_SHARED_STORE)
+        os.environ[_NO_SHARED_STORE] = "1"
+        try:
+            with self._interruptible():
+                return self._inner.next_rendezvous()
+        finally:
+            if before is None:
+                del os.environ[_NO_SHARED_STORE]
+            else:
+                os.environ[_NO_SHARED_STORE] = before
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+class Watch:
+    """What becomes of the other nodes while the ranks run. A thread: the store may take its time to answer.
+
+    ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of seconds counts as dead.
+    ``line``: a store that the first node's launcher serves; a connection that ends tells that it is gone.
+    """
+
+    def __init__(self, store: Store, rank: int, nodes: int, interval: float, attempts: int, line: tuple[str, int]) -> None:
+        self._store, self._rank, self._nodes, self._interval, self._silence = store, rank, nodes, interval, interval * attempts
+        self.where = f"{line[0]}:{line[1]}"
+        self._line = socket.create_connection(line, _STORE_SECONDS)
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._stop = threading.Event()
+        self._news, self.code, self.final = "", 1, True
+        self.silent: int | None = None
+        self._answered = time.monotonic()
+        self._deaf = False
+        self._thread = threading.Thread(target=self._run, name="globaltensor launcher's watch", daemon=True)
+        self._thread.start()
+
+    def tell(self, what: str, code: int, final: bool) -> str:
+        """Post that this node has failed -> the news of another that had before, or nothing. ``final``: it does not begin again."""
+
+        def post() -> int:
+            if self._store.add("failures", 1) == 1:
+                told = {"node": self._rank, "host": socket.gethostname(), "what": what, "code": code, "final": final}
+                self._store.set("failure", json.dumps(told))
+                return self._store.add("heard", int(self._rank > 0))
+            if self._store.check(["failure"]):
+                self._hear(json.loads(self._store.get("failure")))
+            return 0
+
+        self._ask(post)
+        return self._news
+
+    @property
+    def news(self) -> str:
+        """What has become of another node; nothing as long as all is well."""
+        silence = time.monotonic() - self._answered
+        if not self._news and self._rank > 0 and silence > self._silence:  # our thread waits for an answer, maybe for ever
+            self._news = f"node 0 has been silent for {silence:.0f} s: its launcher is dead, or its network"
+        return self._news
+
+    def done(self) -> None:
+        """Say that this node's ranks have ended well."""
+        self._ask(lambda: self._store.add("done", 1))
+
+    @property
+    def all_done(self) -> bool:
+        """Have those of all nodes?"""
+        return self._count("done") >= self._nodes
+
+    def leave(self) -> None:
+        """Wait until all nodes know that all is done: whose launcher serves the store must be the last to go."""
+        until = time.monotonic() + self._silence
+        self._ask(lambda: self._store.add("left", 1))
+        while not self._deaf and self._reachable() and self._count("left") < self._nodes and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
+
+    def close(self) -> None:
+        """End the watch. Whose launcher serves the store gives the others time to read in it why."""
+        self._stop.set()
+        until = time.monotonic() + _HEAR_SECONDS
+        if self._rank == 0 and self._count("failures"):
+            while self._count("heard") < self._nodes - 1 - (self.silent is not None) and time.monotonic() < until:
+                time.sleep(_TICK_SECONDS)
+        self._thread.join(_STORE_SECONDS)
+        self._line.close()
+
+    def _count(self, key: str) -> int:
+        return self._ask(lambda: self._store.add(key, 0))
+
+    def _ask(self, question: Callable[[], int]) -> int:
+        """What the store answers; 0 where it does not. It is not asked again then: torch waits for as long as the system takes a cut cable for a slow one."""
+        answers: list[int] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        if not self._deaf and self._reachable():
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(min(_STORE_SECONDS, self._silence))
+            self._deaf = asking.is_alive()
+        return answers[0] if answers else 0
+
+    def _reachable(self) -> bool:
+        """Is the connection up? Asked before the store is, which writes pages to stderr when its own is not."""
+        ready, _, _ = select.select([self._line], [], [], 0)
+        with contextlib.suppress(OSError):
+            return not ready or bool(self._line.recv(1, socket.MSG_PEEK))
+        return False
+
+    def _run(self) -> None:
+        last = 0.0
+        while not self._news and not self._stop.wait(min(0.2, self._interval)):
+            try:
+                self._answered = time.monotonic()
+                if not self._reachable():
+                    raise ConnectionError
+                if self._store.check(["failure"]):
+                    self._hear(json.loads(self._store.get("failure")))
+                elif time.monotonic() - last > self._interval:
+                    last = time.monotonic()
+                    self._beat()
+            except (RuntimeError, OSError):
+                if not self._stop.is_set():
+                    self._news = f"the launcher of node 0, which serves the meeting point {self.where}, is gone"
+
+    def _hear(self, told: dict[str, object]) -> None:
+        if told["node"] != self._rank and not self._news:
+            self._store.add("heard", 1)
+            self.code, self.final = int(str(told["code"])), bool(told["final"])
+            self._news = f"node {told['node']} ({told['host']}) has failed: {told['what']}"
+
+    def _beat(self) -> None:
+        """Show that this launcher lives; look whether others do: node 0 at all, all at node 0."""
+        self._store.add(f"beat/{self._rank}", 1)
+        now = time.monotonic()
+        for node in range(1, self._nodes) if self._rank == 0 else [0]:
+            key = f"beat/{node}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            known = self._beats.get(node)
+            if known is None or known[0] != beat:
+                self._beats[node] = (beat, now)
+            elif now - known[1] > self._silence:
+                self.silent = node
+                self._news = f"node {node} has been silent for {now - known[1]:.0f} s: its launcher is dead, or its network"
+                self.tell(self._news, 1, True)
+
+
+def _reason(error: OSError) -> str:
+    return "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)

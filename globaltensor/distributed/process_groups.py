@@ -1,0 +1,210 @@
+"""Process groups with torch's own signatures, beside a world that starts by itself: whichever of the two comes first, the other gets on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from .._base import torch_private
+from ..errors import WorldError
+from .backends.select import choose, lacking, names, prepare
+from .cluster_env import Detected, detect
+from .network import advice, lead_gloo
+from .world import ProcessWorld, meeting, reset_world, running, world
+from .world import timeout as default_timeout
+
+__all__ = [
+    "destroy_process_group", "get_backend", "get_local_rank", "get_rank", "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group",
+    "start",
+]  # fmt: skip
+
+_HashStore: Any = vars(dist).get("HashStore")
+
+
+def start() -> ProcessWorld:
+    """The world with a process group, begun where nobody has: a script needs no ``init_process_group``. Raises WorldError in simulated ranks."""
+    here = world()
+    if not isinstance(here, ProcessWorld):
+        raise WorldError("simulated ranks have no process group: call flow.distributed from processes (the launcher, flow.run), or use global tensors here")
+    if not dist.is_initialized() or (here.size == 1 < dist.get_world_size()):
+        reset_world()  # the group was made or destroyed behind its back
+        here = world()
+        assert isinstance(here, ProcessWorld)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=_HashStore(), rank=0, world_size=1)
+            here.owned, here.backend = True, "gloo"
+    return here
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    **more: Any,
+) -> None:
+    """torch's, with these differences: it need not be called; ``backend`` may also be ``"auto"`` (as None) or ``"mpi"``; who this process is may come from any
+    launcher that ``flow.env`` knows, and without one it is a world of one; ``timeout`` is by default what GLOBALTENSOR_TIMEOUT says (seconds).
+
+    Where the world has started by itself, the call must agree with it. Raises WorldError where it does not, or where the others cannot be joined.
+    """
+    here = running()
+    if isinstance(here, ProcessWorld) and here.owned and dist.is_initialized() and (here.size > 1 or max(world_size, rank + 1) <= 1):
+        return _agree(here, backend, world_size, rank, timeout)
+    if not dist.is_initialized() or (here is not None and here.size == 1):
+        reset_world()
+    place = detect(os.environ)
+    chosen = choose(backend, place)
+    prepare(chosen)
+    waits = timeout or default_timeout()
+    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place, waits)
+    master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
+    lead_gloo(master, place.nodes if place else 1)
+    options = {"timeout": waits, "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
+    try:
+        with _serving(where.get("init_method")):
+            dist.init_process_group(chosen, **where, **options)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and not lacking(chosen):
+            raise  # torch's own word on its arguments
+        told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
+        mend = lacking(chosen) or advice(error, master) or "are all ranks started, and can they reach each other?"
+        raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
+    started = world()
+    if isinstance(started, ProcessWorld):
+        started.owned = True  # so that nothing of it is left when the interpreter ends
+        if started.size > 1 and (place is None or (place.rank, place.world_size) != (started.rank, started.size)):
+            _find_nodes(started)
+    return None
+
+
+@contextlib.contextmanager
+def _serving(url: str | None) -> Iterator[None]:
+    """Under a launcher torch takes it that every address is served already. That is so for the launcher's own alone: at another, rank 0 must serve."""
+    asked, variable = urlsplit(url or ""), "TORCHELASTIC_USE_AGENT_STORE"
+    before = os.environ.get(variable)
+    elsewhere = asked.scheme == "tcp" and str(asked.port) != os.environ.get("MASTER_PORT")
+    if before is None or not elsewhere:
+        yield
+        return
+    del os.environ[variable]
+    try:
+        yield
+    finally:
+        os.environ[variable] = before
+
+
+def _find_nodes(here: ProcessWorld) -> None:
+    """No launcher has said which ranks share a machine: they tell each other."""
+    hosts = here.comm(tuple(range(here.size))).all_gather_object(_host())
+    here.local_rank, here.node_size = hosts[: here.rank].count(hosts[here.rank]), len(set(hosts))
+
+
+def _host() -> str:
+    """This machine: its name, and on Linux what tells apart those of one name."""
+    try:
+        return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: Detected | None, timeout: timedelta) -> dict[str, Any]:
+    """How torch shall find the others, from what the caller and the environment say."""
+    if store is not None:
+        return {"store": store}
+    who = {} if place is None or rank >= 0 or size >= 0 else {"rank": place.rank, "world_size": place.world_size}
+    if init_method not in (None, "env://"):
+        return {"init_method": init_method} | ({} if "rank=" in str(init_method) else who)
+    if place is None and rank < 0 and size < 0:
+        return {"store": _HashStore(), "rank": 0, "world_size": 1}
+    if place is not None and rank in (-1, place.rank) and size in (-1, place.world_size):
+        return meeting(place, timeout)
+    if size == 1:
+        return {"store": _HashStore(), "rank": max(rank, 0), "world_size": 1}
+    return {"init_method": "env://"}
+
+
+def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None) -> None:
+    asked = [f"{what} {value}" for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank)) if value not in (-1, have)]
+    if backend not in (None, "auto") and not names(choose(backend)) <= names(here.backend):
+        asked.append(f"backend {backend!r}")
+    if asked:
+        raise WorldError(
+            f"init_process_group asks for {', '.join(asked)}, but this process already is rank {here.rank} of {here.size} with backend {here.backend!r}, "
+            "since it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
+        )
+    if timeout is not None and "mpi" not in names(here.backend):
+        torch_private.set_timeout(dist.group.WORLD, timeout)
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """torch's. Without ``group`` the world ends with it; whatever next asks for ranks starts afresh."""
+    if group is not None and group is not dist.group.WORLD:
+        dist.destroy_process_group(group)
+        return
+    reset_world()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def new_group(
+    ranks: Any = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    **options: Any,
+) -> Any:
+    """torch's; ``backend`` may also be ``"mpi"``."""
+    start()
+    if backend is not None:
+        backend = choose(backend)
+        prepare(backend)
+    return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, **options)
+
+
+def is_available() -> bool:
+    """Whether this build of torch can form process groups."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group: made by ``init_process_group``, or by itself when a rank was first asked for."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in the group (of all ranks where None); -1 outside it."""
+    return world().rank if group is None else dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in the group; -1 outside it."""
+    return world().size if group is None else dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its node."""
+    return world().local_rank
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """The backend of the group, as torch spells it."""
+    start()
+    return str(dist.get_backend(group))

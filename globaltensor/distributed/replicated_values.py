@@ -1,0 +1,57 @@
+"""Plain tensors that global ones were written into: every rank holds the whole result, and a sum over ranks would count it once for each of them.
+
+The functions that write into plain tensors note them here (_ops/dispatch.py, _ops/custom_ops.py); the collectives of torch.distributed ask before they begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._base import torch_private
+from ..errors import ReplicatedError
+
+__all__ = ["ADDING", "check_collective", "install", "note_replicated"]
+
+_noted: Final = WeakIdKeyDictionary()  # plain tensor -> the version that it had when a global value was written into it
+
+#: The collectives that add up what ranks hold, or gather it for that: name -> the argument that they read.
+ADDING: Final = {
+    "all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "input_list", "reduce_scatter_tensor": "input",
+    "all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "gather": "tensor",
+}  # fmt: skip
+_HARMLESS: Final = ("AVG", "MIN", "MAX", "BAND", "BOR")  # of equal values they make the same value again
+
+
+def note_replicated(plain: torch.Tensor) -> None:
+    """Note that a plain tensor now holds a value that all ranks have computed together."""
+    if not plain.is_inference():  # such a tensor has no version that would tell when it is written into again
+        _noted[plain] = plain._version
+
+
+def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
+    for t in tensors:
+        if isinstance(t, torch.Tensor) and t in _noted and not t.is_inference() and _noted[t] == t._version:
+            raise ReplicatedError(
+                f"torch.distributed.{name}: this tensor of shape {list(t.shape)} was written by operations on global tensors, so each rank already holds the "
+                f"result for the whole batch, and adding it up over {size} ranks would count it {size} times. Use the value as it is. A metric of "
+                "torchmetrics that is fed global tensors is made with sync_on_compute=False. To combine the ranks' copies all the same pass tensor.clone()"
+            )
+
+
+def check_collective(name: str, read: Any, op: Any, group: Any) -> None:
+    """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the tensor, or list of tensors, that it reads."""
+    if not _noted or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
+        return
+    size = dist.get_world_size(group)
+    if size > 1:
+        _refuse(name, read if isinstance(read, (list, tuple)) else (read,), size)
+
+
+def install() -> None:
+    """Have the collectives of torch.distributed that add up look for such tensors."""
+    torch_private.before_collectives(ADDING, check_collective)

@@ -1,0 +1,193 @@
+"""Modules under capture: they say when they run, bring what they are given to the placement of their stage, and mark what is to be recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...sharding.placement import Placement
+from ..._tensor.global_tensor import GlobalTensor
+from .batch_norm_average import averaged
+from ..module_settings import Block
+from ..errors import GraphError
+from .side_effects import kept
+from ..pytree import replaced, tensors_in
+from .recorders import Logical
+
+__all__ = ["block_of", "lying", "stages_of", "watched"]
+
+
+def block_of(module: torch.nn.Module, blocks: Mapping[int, Block]) -> Block | None:
+    """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut`, or a plan, has given it."""
+    own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
+    if own is None or cut is None or own.stage_id is not None:
+        return own or cut
+    both = Block()
+    both.stage_id, both.placement = cut.stage_id, own.placement or cut.placement
+    both.activation_checkpointing = own.activation_checkpointing or cut.activation_checkpointing
+    return both
+
+
+def _cut_off(module: torch.nn.Module) -> bool:
+    found = module.__dict__.get("_stage")
+    return found is not None and found.stage_id is not None
+
+
+@contextlib.contextmanager
+def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical, own: dict[str, Any] | None = None) -> Iterator[None]:
+    """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs. ``own``: the attributes of the graph."""
+    watcher = _Watcher(logical)
+    logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
+    try:
+        for name, module in modules.items():
+            for path, part in module.named_modules():
+                watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
+        with averaged(modules), kept(modules, own or {}, logical):
+            yield
+    finally:
+        watcher.leave()
+
+
+class _Watcher:
+    def __init__(self, logical: Logical) -> None:
+        self.logical = logical
+        self.regions = itertools.count()
+        self.handles: list[Any] = []
+        self.before: list[tuple[Any, ...]] = []
+        self.here: Placement | None = None  # of the stage that runs
+        self.borrowed: list[tuple[torch.nn.Module, str, Any]] = []
+        self.places: dict[int, Placement] = {}  # where the stages lie that have run
+        self.ran: set[int] = set()  # ids of modules with a stage
+
+    def leave(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.give_back(0)
+
+    def around(self, path: str, block: Block | None, module: torch.nn.Module) -> None:
+        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            logical, given = self.logical, tensors_in(kwargs, tensors_in(args, []))
+            self.before.append((logical.path, logical.stage, logical.region, self.here, len(self.borrowed)))
+            logical.path = [path]
+            if block is not None:
+                if block.activation_checkpointing and logical.region is None:
+                    logical.region = next(self.regions)
+                stage, where = self.turn(module, block, given)
+                if stage is not None:
+                    logical.stage = stage
+                if where is not None:
+                    self.here = logical.here = where
+            if self.here is not None:
+                self.borrow(module)
+            if block is None or block.placement is None:
+                return None
+            these = iter([self.brought(t) for t in given])
+            return replaced(args, these), replaced(kwargs, these)
+
+        def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            self.logical.path, self.logical.stage, self.logical.region, self.here, held = self.before.pop()
+            self.logical.here = self.here
+            self.give_back(held)
+
+        self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
+
+    def turn(self, module: torch.nn.Module, block: Block, given: list[torch.Tensor]) -> tuple[int | None, Placement | None]:
+        """Where a module runs: in its stage; in a model that was cut, when it is called once more with what comes from a later stage, there, as an op would."""
+        stage, where = block.stage_id, block.placement
+        if stage is None or where is None:
+            return stage, where
+        self.places[stage] = where
+        again = id(module) in self.ran
+        self.ran.add(id(module))
+        if again and self.logical.joins:
+            nodes = [self.logical.known.get(id(t)) for t in given]
+            stage = max([stage, *(s for node in nodes if node is not None and (s := node.meta.get("reached")) in self.places)])
+        return stage, self.places[stage]
+
+    def brought(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor on the placement of the stage that runs, with its sbp as it is."""
+        if not isinstance(t, GlobalTensor) or t._spec.placement is self.here or self.here is None:
+            return t
+        return self.logical.brought(t, self.here)
+
+    def borrow(self, module: torch.nn.Module) -> None:
+        """A weight that lies in another stage (tied to one there) is brought here for the module's run."""
+        for held in (module._parameters, module._buffers):
+            for name, t in held.items():
+                if isinstance(t, GlobalTensor) and t._spec.shown.placement is not self.here:
+                    self.borrowed.append((module, name, t))
+                    held[name] = self.brought(t)  # type: ignore[assignment]
+
+    def give_back(self, held: int) -> None:
+        while len(self.borrowed) > held:
+            module, name, t = self.borrowed.pop()
+            (module._parameters if name in module._parameters else module._buffers)[name] = t
+
+
+def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: fx.Graph) -> list[Placement]:
+    """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises GraphError where stages are not numbered from 0, where one has
+    two placements, and where a weight that only one stage uses lies elsewhere."""
+    found: dict[int, Placement] = {}
+    users: dict[int, set[int | None]] = {}  # id of a weight -> the stages of the modules that hold it
+    astray: list[tuple[str, GlobalTensor, int, Placement]] = []
+    for path, part, block in _staged(modules, blocks):
+        stage = None if block is None else block.stage_id
+        for t in (*part._parameters.values(), *part._buffers.values()):
+            users.setdefault(id(t), set()).add(stage)
+        if block is None or stage is None:
+            continue
+        where = block.placement or found.get(stage) or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+        if where is None:
+            raise GraphError(f"{name}: {path} is in stage {stage}, but has no global parameters: say where it lies, set_stage(..., placement)")
+        if found.setdefault(stage, where) is not where:
+            raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with {path}, on {where!r}: a stage has one placement")
+        for own, t in (*part._parameters.items(), *part._buffers.items()):
+            if isinstance(t, GlobalTensor) and t.placement is not where:
+                astray.append((f"{path}.{own}", t, stage, where))
+    for path, t, stage, where in astray:
+        if len(users[id(t)]) == 1:
+            raise GraphError(
+                f"{name}: {path} lies on {t.placement!r}, but its stage {stage} on {where!r}, and no other stage uses it: bring it there with to_global "
+                "(flow.pipeline.cut does so)"
+            )
+    for node in logical.nodes:
+        stage = node.meta.get("starts")
+        if stage is not None:
+            here = node.meta["val"].placement
+            if found.setdefault(stage, here) is not here:
+                raise GraphError(f"{name}: stage {stage} lies on {found[stage]!r} and, with the tensor {node.name}, on {here!r}: a stage has one placement")
+    if sorted(found) != list(range(len(found))):
+        missing = min(set(range(len(found))) - set(found))
+        raise GraphError(f"{name}: pipeline stages are numbered from 0 without gaps, but there are {sorted(found)}: set_stage({missing}, ...) is missing")
+    return [found[k] for k in range(len(found))]
+
+
+def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> list[Placement]:
+    """Where stages lie by the settings of the modules alone, that of stage 0 first."""
+    found: dict[int, Placement] = {}
+    for _, part, block in _staged(modules, blocks):
+        if block is not None and block.stage_id is not None and block.stage_id not in found:
+            where = block.placement or next((p.placement for p in part.parameters() if isinstance(p, GlobalTensor)), None)
+            if where is not None:
+                found[block.stage_id] = where
+    return [found[k] for k in sorted(found)]
+
+
+def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+    """Path, module, and the settings by which it is in a stage: its own, or those of what holds it."""
+
+    def down(path: str, module: torch.nn.Module, block: Block | None) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+        own = block_of(module, blocks)
+        block = own if own is not None and own.stage_id is not None else block
+        yield path, module, block
+        for child, part in module.named_children():
+            yield from down(f"{path}.{child}", part, block)
+
+    for top, module in modules.items():
+        yield from down(top, module, None)

@@ -1,0 +1,198 @@
+"""What build() leaves behind in modules. It runs once, on stand-ins: these must not stay, and what a program has to do at each step must be in it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..._base import torch_private
+from ..._ops.call_plan import tensors_in
+from ..._tensor.global_tensor import GlobalTensor
+from ..errors import GraphError
+from .recorders import Logical
+from .recorder_base import Recorder, of_user
+
+__all__ = ["kept"]
+
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def kept(modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: Logical) -> Iterator[None]:
+    """Inside, build() runs. Afterwards modules hold what they held before, and the graph, whose attributes are ``own``; a buffer, or a tensor that is an
+    attribute or in a list or dict there, gets its values at each step where it was given a new tensor.
+
+    Raises GraphError where a module has gained or lost a parameter or buffer, or where numbers were drawn that a program would repeat for ever.
+    """
+    parts = {f"{name}.{path}".rstrip("."): part for name, module in modules.items() for path, part in module.named_modules()}
+    hooked = [path for path, part in parts.items() if part._backward_hooks or part._backward_pre_hooks]
+    if hooked and torch.is_grad_enabled():
+        raise GraphError(
+            f"{hooked[0]} has backward hooks, which run on the autograd graph of build()'s one run: hook a tensor in forward instead "
+            "(x.register_hook(...)), or a parameter"
+        )
+    before = {path: (dict(part._parameters), dict(part._buffers)) for path, part in parts.items()}
+    places: dict[int, _Place] = {}
+    for path, held in [("", own), *((path, vars(part)) for path, part in parts.items())]:
+        _find(path, held, places)
+    drawn = random.getstate(), _numpy_state()
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        changed = [(path, part, *before[path]) for path, part in parts.items()]
+        writes = [w for path, part, parameters, buffers in changed for w in _restored(path, part, parameters, buffers, done)]
+        moved = {id(t) for place in places.values() for k in place.changed() for t in tensors_in(place.then.get(k), [])}
+        writes += [w for place in places.values() for w in place.restored(places, moved, logical if done else None)]
+        if done:
+            logical.slots += [(place.held, k) for place in places.values() for k in place.read(logical)]
+    if random.getstate() != drawn[0] or _numpy_state() != drawn[1]:
+        raise GraphError(
+            "build() draws numbers from Python's or NumPy's generator: it runs once, so each step would use the same number again. Draw with torch "
+            "(torch.rand, torch.randint), or hand the number to the graph as a tensor"
+        )
+    with torch.no_grad():
+        memory = {logical.local.memory(held) for held, _ in writes}
+        values = [value.clone() if logical.local.memory(value) in memory else value for _, value in writes]  # each as before any is written
+        for (held, _), value in zip(writes, values, strict=True):
+            held.copy_(value)
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return kind, keys.tobytes(), *rest  # type: ignore[union-attr]
+
+
+def _fits(old: Any, new: Any) -> bool:
+    tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    return tensors and old.shape == new.shape and isinstance(old, GlobalTensor) >= isinstance(new, GlobalTensor)
+
+
+class _Place:
+    """A dict, list or object of a module or of the graph in which build() may leave a tensor, and what it holds before."""
+
+    def __init__(self, path: str, held: Any) -> None:
+        self.path, self.held = path, held
+        self.then: dict[Any, Any] = {k: v for k, v in _items(held) if k not in _OWN}
+
+    def changed(self) -> dict[Any, Any]:
+        return {k: v for k, v in _items(self.held) if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])}
+
+    def read(self, logical: Logical) -> list[Any]:
+        """Where tensors lie that the program has as inputs of its own."""
+        return [k for k, v in self.then.items() if any(id(t) in logical.known for t in tensors_in(v, []))]
+
+    def restored(self, places: Mapping[int, _Place], moved: set[int], logical: Logical | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from elsewhere -> (tensor, what it is to be) for tensors that were
+        given new ones. Tells of the others."""
+        given = {k: v for k, v in self.changed().items() if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))}
+        for k in given if isinstance(self.held, dict) else ():
+            if k in self.then:
+                self.held[k] = self.then[k]
+            else:
+                del self.held[k]
+        if given and not isinstance(self.held, dict):
+            self.held.clear()
+            self.held.extend(self.then.values())
+        writes = []
+        for k, new in given.items() if logical is not None else ():
+            olds, news = tensors_in(self.then.get(k), []), tensors_in(new, [])
+            pairs = list(zip(olds, news, strict=True)) if len(olds) == len(news) else []
+            if pairs and not any(_follows(logical, new, moved) for _, new in pairs):
+                continue
+            if pairs and all(_fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs):
+                writes += pairs
+                logical.slots.append((self.held, k))  # type: ignore[union-attr]
+            else:
+                warnings.warn(
+                    f"{_named(self.path, self.held, k)} is given a tensor inside build(), which runs once, on tensors without values: it is as it was before. "
+                    "Return the tensor from build() instead, or keep it in a buffer",
+                    stacklevel=2,
+                )
+        return writes
+
+
+def _items(held: Any) -> list[tuple[Any, Any]]:
+    return list(held.items() if isinstance(held, dict) else enumerate(held))
+
+
+def _find(path: str, value: Any, places: dict[int, _Place]) -> None:
+    """The lists, dicts and objects of the user's classes in a nest of them; modules are none of them."""
+    todo = deque([(path, value)])
+    while todo:
+        path, value = todo.popleft()
+        held = vars(value) if _is_object(value) else value
+        if isinstance(held, (dict, list, deque)):
+            if id(held) in places:
+                continue
+            places[id(held)] = _Place(path, held)
+        elif not isinstance(held, tuple):
+            continue
+        todo += [(_named(path, held, k), v) for k, v in _items(held) if k not in _OWN and _may_hold(v)]
+
+
+def _named(path: str, held: Any, k: Any) -> str:
+    return f"{path}.{k}".lstrip(".") if isinstance(held, dict) else f"{path}[{k}]"
+
+
+def _may_hold(value: Any) -> bool:
+    return isinstance(value, (dict, list, deque, tuple)) or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    if not hasattr(value, "__dict__") or isinstance(value, (type, torch.Tensor, torch.nn.Module, dict, list, tuple, deque)) or "_modules" in vars(value):
+        return False
+    return of_user(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<")
+
+
+def _stands_in(t: torch.Tensor) -> bool:
+    return torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t)
+
+
+def _alone(old: torch.Tensor, places: Mapping[int, _Place]) -> bool:
+    """Whether no other name of a module or the graph is the same tensor: writing into it would change that one too."""
+    named = (v for place in places.values() for v in place.then.values() if isinstance(v, (torch.Tensor, tuple)))
+    return sum(t is old for v in named for t in tensors_in(v, [])) == 1
+
+
+def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
+    """Whether the new tensor is or follows from an input of the call or one of ``moved``, not from the code alone (a table that is made again)."""
+    states = {logical.known[i] for i in moved if i in logical.known}
+    todo, seen = [logical.known.get(id(new))], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in states or (node.op == "placeholder" and "path" not in node.meta):
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
+
+
+def _restored(path: str, part: torch.nn.Module, parameters: Any, buffers: Any, done: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a module back as it was -> (buffer, what it is to be) for those that were given new tensors."""
+    writes = []
+    for kind, now, then in (("parameter", part._parameters, parameters), ("buffer", part._buffers, buffers)):
+        renewed = {n for n in now.keys() | then.keys() if now.get(n) is not then.get(n) or (n in now) != (n in then)}
+        given = {n: now.get(n) for n in renewed}
+        now.clear()
+        now.update(then)
+        for name in renewed if done else ():
+            old, new = then.get(name), given[name]
+            if kind == "parameter" or not _fits(old, new):
+                raise GraphError(
+                    f"build() gives {path}.{name} another {kind}: a graph's modules keep their parameters and buffers. Write into the buffer "
+                    f"({name}.copy_(value), of one shape), or keep the value as an input and an output of the graph"
+                )
+            writes.append((old, new))
+    torch_private.refresh_weights(part)
+    return writes  # type: ignore[return-value]

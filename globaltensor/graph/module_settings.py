@@ -1,0 +1,176 @@
+"""What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's own, so that two graphs may share a module.
+
+``graph.model`` is the module seen through a `Proxy`; ``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._base import torch_private
+from ..errors import RenamedError
+from ..sharding.placement import Placement
+from .._tensor.global_tensor import SEEN_AS
+from .errors import GraphError
+
+__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "bare", "stage_of_tensor"]
+
+
+class Block:
+    """Settings of one module in one graph. There are no others: what is misspelt is an error."""
+
+    __slots__ = ("activation_checkpointing", "placement", "stage_id")
+
+    def __init__(self) -> None:
+        self.stage_id: int | None = None
+        self.placement: Placement | None = None
+        self.activation_checkpointing = False
+
+    def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
+        """This module is part of pipeline stage ``stage_id``, which lies on ``placement``: what comes in is brought there, with its sbp as it is.
+
+        Raises GraphError where ``stage_id`` is no number from 0 on, or ``placement`` no placement.
+        """
+        if stage_id is not None and (not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0):
+            raise GraphError(f"set_stage: stage_id counts the stages from 0, got {stage_id!r}")
+        if placement is not None and not isinstance(placement, Placement):
+            raise GraphError(f"set_stage: placement must be a globaltensor.sharding.placement, got {placement!r}")
+        self.stage_id, self.placement = stage_id, placement
+
+    @property
+    def plain(self) -> bool:
+        return self.stage_id is None and self.placement is None and not self.activation_checkpointing
+
+
+class GraphModule(Block):
+    """What ``module.to(nn.graph.GraphModule)`` gives, inside a graph."""
+
+    __slots__ = ()
+
+
+class GraphTensor(Block):
+    """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside build(), of a global tensor."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
+        """What build() computes from this tensor from here on, outside of modules with a stage of their own, belongs to pipeline stage ``stage_id``, which lies
+        on ``placement``: the tensor is brought there, with its sbp as it is. Raises GraphError as `Block.set_stage`, and outside of build()."""
+        if not torch_private.function_mode_on():
+            raise GraphError("set_stage of a tensor: call it in build(), where the tensor is used")
+        super().set_stage(stage_id, placement)
+        torch.overrides.handle_torch_function(stage_of_tensor, (self._tensor,), self._tensor, stage_id, placement)  # type: ignore[no-untyped-call]
+
+
+SEEN_AS.add(GraphTensor)
+
+
+def stage_of_tensor(tensor: torch.Tensor, stage_id: int | None, placement: Placement | None) -> None:
+    """What a recorder sees of `GraphTensor.set_stage`."""
+
+
+class Proxy:
+    """A module of a graph: behaves as the module does, and knows the graph's settings of it."""
+
+    def __init__(self, module: Any, blocks: dict[int, GraphModule]) -> None:
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_blocks", blocks)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._module)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.nn.Module.to``; of the class GraphModule, this module's settings in this graph. Of nn.Module, the module itself."""
+        if args and args[0] is GraphModule:
+            return self._blocks.setdefault(id(self._module), GraphModule())
+        if args and args[0] is torch.nn.Module:
+            return self._module
+        return _seen(self._module.to(*args, **kwargs), self._blocks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._module)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._module, memo)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config" and not hasattr(self._module, name):
+            raise RenamedError("a module's .config is gone: .to(nn.graph.GraphModule) has set_stage(stage_id, placement) and activation_checkpointing")
+        value = getattr(self._module, name)
+        if name in WALKS and inspect.ismethod(value) and value.__func__ is getattr(WALKS[name], name):
+            return functools.partial(_walk, value, self._blocks)
+        return _seen(value, self._blocks)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, bare(value))
+
+    def get_submodule(self, target: str) -> Any:
+        """As ``torch.nn.Module.get_submodule``: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``."""
+        return _seen(self._module.get_submodule(target), self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _seen(self._module[index], self._blocks)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._module[index] = bare(value)
+
+    def __delitem__(self, index: Any) -> None:
+        del self._module[index]
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._module == (other._module if type(other) is Proxy else other))
+
+    def __hash__(self) -> int:
+        return hash(self._module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_seen(m, self._blocks) for m in self._module)
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._module
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+
+#: Torch's methods that give modules one by one, alone or by name, and whose they are. A class's own method of that name gives what it gives.
+WALKS = {
+    **dict.fromkeys(("children", "named_children", "modules", "named_modules"), torch.nn.Module),
+    **dict.fromkeys(("items", "values"), torch.nn.ModuleDict),
+}
+
+
+def bare(value: Any) -> Any:
+    """The module that a proxy stands for. Of a module that was made of proxies (``self.net = nn.Sequential(self.a, self.b)``): it, made of the modules."""
+    value = value._module if type(value) is Proxy else value
+    for module in value.modules() if isinstance(value, torch.nn.Module) else ():
+        for name, part in module._modules.items():
+            if type(part) is Proxy:
+                module._modules[name] = part._module  # before the walk comes to it
+    return value
+
+
+def _walk(method: Any, blocks: dict[int, GraphModule], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    for found in method(*args, **kwargs):
+        yield (found[0], _seen(found[1], blocks)) if isinstance(found, tuple) else _seen(found, blocks)
+
+
+def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:
+    return Proxy(value, blocks) if isinstance(value, torch.nn.Module) else value

@@ -1,0 +1,75 @@
+"""What a graph's modules hold, listed once: looking through a module tree at each call would cost more than many a step."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .._ops import backward
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
+
+__all__ = ["Held"]
+
+_numbers = itertools.count()
+# As methods of tensors they are seen by recorders; here nobody records.
+_set_grad = backward.set_grad.__wrapped__  # type: ignore[attr-defined]
+
+
+class Held:
+    """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they still are."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self.number = next(_numbers)
+        self.modules = list(dict.fromkeys(m for top in modules.values() for m in top.modules()))
+        self._tops = list(modules.items())
+        slots = [held for m in self.modules for held in (m._parameters, m._buffers)]
+        self._dicts: list[dict[str, Any]] = [*(m._modules for m in self.modules), *slots]
+        self._lengths = list(map(len, self._dicts))
+        self._values = _values(self._dicts)
+        found = itertools.chain.from_iterable(held.values() for held in slots)
+        #: Parameters and buffers, each once.
+        self.tensors: list[torch.Tensor] = list({id(t): t for t in found if t is not None}.values())
+        self.parameters = [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
+        self._stepped: list[torch.Tensor] = []  # what the optimizers had when gradients were last cleared,
+        self._besides: list[torch.Tensor] = []  # and what of it the modules do not hold
+
+    def current(self, modules: Mapping[str, torch.nn.Module]) -> bool:
+        """Whether these modules hold the same parts and tensors still."""
+        if list(modules.items()) != self._tops or list(map(len, self._dicts)) != self._lengths:
+            return False
+        return all(map(operator.is_, _values(self._dicts), self._values))
+
+    def state(self) -> tuple[Any, ...]:
+        """What of them a program depends on."""
+        where = [t._spec if type(t) in ORDINARY else (t.shape, t.dtype, t.device) for t in self.tensors]
+        return self.number, tuple([m.training for m in self.modules]), tuple(where), tuple([t.requires_grad for t in self.tensors])
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that get gradients."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    def clear(self, optimizers: Iterable[Optimizer]) -> None:
+        """No gradients are left, in the optimizers' parameters too."""
+        _clear(self.parameters)
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(params) != len(self._stepped) or not all(map(operator.is_, params, self._stepped)):
+            known = set(map(id, self.parameters))
+            self._stepped, self._besides = params, [p for p in params if id(p) not in known]
+        _clear(self._besides)
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+
+
+def _clear(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        if not isinstance(p, GlobalTensor):
+            p.grad = None
+        elif p._local.grad is not None or (p._leaf is not None and p._leaf.value is not None) or "_kept_grad" in p.__dict__:
+            _set_grad(p, None)

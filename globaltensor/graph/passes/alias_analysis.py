@@ -1,0 +1,98 @@
+"""What passes ask of a program: who reads and writes which memory, where gradients are on, how far a node may move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._base import torch_private
+from ...boxing import plan
+from ...sharding.spec import Spec
+from ..program.nodes import Boxing, autocast, backward, set_grad_enabled
+from .subgraph import operands, written
+
+__all__ = ["Memory", "costs", "differentiable", "is_border", "is_boxing", "modes", "operands", "plain", "replace", "written"]
+
+
+def is_boxing(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, Boxing)
+
+
+def plain(*specs: Spec) -> bool:
+    """Whether boxing is linear there: no partial maxima, minima, norms, and nothing that is stored otherwise than shown."""
+    return all(s.shown is s and all(e.kind != "partial" or e.reduce == "sum" for e in s.layout) for s in specs)
+
+
+def differentiable(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.requires_grad
+
+
+def costs(routes: Sequence[tuple[Spec, Spec]], both: bool) -> float:
+    """Seconds of boxings; of their gradients too where ``both``."""
+    there = sum(plan(a, b).seconds for a, b in routes)
+    return there + (sum(plan(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0)
+
+
+def is_border(node: fx.Node) -> bool:
+    """What nothing moves across: the mode of what follows changes, or a backward pass runs."""
+    return node.target in (set_grad_enabled, autocast, backward) or node.op in ("placeholder", "output")
+
+
+def modes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for each node, the same where nothing lies between two that changes what they would do: a mode, a backward pass, another stage or region."""
+    found, number = {}, 0
+    last: Any = None
+    for node in graph.nodes:
+        where = node.meta.get("stage"), node.meta.get("region")
+        if (is_border(node) and node.op != "placeholder") or (last is not None and node.op not in ("placeholder", "get_attr") and where != last):
+            number += 1
+        if node.op not in ("placeholder", "get_attr"):
+            last = where
+        found[node] = number
+    return found
+
+
+class Memory:
+    """Which nodes may share memory: those whose stand-ins do; with ``views`` also what boxing may have left where it was."""
+
+    def __init__(self, graph: fx.Graph, views: bool = True) -> None:
+        self._parent: dict[Any, Any] = {}
+        for node in graph.nodes if views else ():
+            if is_boxing(node) and node.target.alias:
+                self._join(self._key(node), self._key(node.args[0]))  # a slice is a view
+        self.written = {self.of(w) for node in graph.nodes for w in written(node)}
+
+    def _key(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        return torch_private.storage_key(val) if isinstance(val, torch.Tensor) else node
+
+    def _join(self, a: Any, b: Any) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parent[a] = b
+
+    def _root(self, key: Any) -> Any:
+        while key in self._parent:
+            key = self._parent[key]
+        return key
+
+    def of(self, node: fx.Node) -> Any:
+        """The same for nodes that may share memory."""
+        return self._root(self._key(node))
+
+    def writes(self, node: fx.Node) -> set[Any]:
+        return {self.of(w) for w in written(node)}
+
+    def fixed(self, *nodes: fx.Node) -> bool:
+        """Whether nobody ever writes into these."""
+        return not any(self.of(n) in self.written for n in nodes)
+
+
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Everyone takes ``by`` in place of ``node``, which goes."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)

@@ -1,0 +1,39 @@
+"""Common boxings shared: what is boxed twice in the same way is boxed once. Its gradient is then the sum of both, and moves once as well. So for a split
+parameter that two calls want whole, unless it is to be let go of after each (ZeRO's third stage)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ...sharding.spec import Stored
+from ..program.nodes import Gather
+from .alias_analysis import Memory, is_boxing, modes, replace
+
+__all__ = ["share_boxings"]
+
+
+def share_boxings(graph: fx.Graph) -> None:
+    """One node for all boxings of one operand with the same ends and gradient, unless somebody writes into it in between, or into one of the results."""
+    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        changed = memory.writes(node)
+        if changed:
+            seen = {key: first for key, first in seen.items() if memory.of(key[0]) not in changed}
+        if is_boxing(node):
+            step = node.target
+            key: Any = (node.args[0], step.src, step.dst, step.grad, mode[node])
+        elif isinstance(node.target, Gather) and not isinstance(node.meta["box"][0], Stored):
+            key = (node.args[0], *node.meta["box"], Gather, mode[node])
+        else:
+            continue
+        first = seen.setdefault(key, node)
+        if first is node:
+            continue
+        if own.fixed(first, node):  # a result that somebody writes into is his own
+            replace(node, first)
+        else:
+            seen[key] = node
+

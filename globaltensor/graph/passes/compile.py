@@ -1,0 +1,197 @@
+"""Compilation: the parts of a program that are torch calls and nothing else, each handed to ``torch.compile``.
+
+Between them stand the steps of ours (boxings, draws, gathered parameters, the backward pass) and changes of states: they stay as they are, so a compiler
+meets no code that it would have to break off at, and collectives are issued as without it. Where there are many layers that are alike, a few are compiled
+once, and called with the parameters of the next few.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .subgraph import Part, constants_first, put_back, storages, written
+from .recompute import Recomputed
+from ..program.nodes import Step, autocast, backward, set_grad_enabled
+
+__all__ = ["Compiled", "compile_parts"]
+
+_EAGER = {backward, autocast, set_grad_enabled, setattr, getattr}
+_LEAST_CALLS = 2  # with fewer there is nothing to fuse
+_LAYER_CALLS = 6  # a repeated part of fewer calls is not worth a boundary that nothing is fused across
+_TOGETHER_CALLS = 200  # each call of a compiled function costs 0.2 ms with its backward, so it serves several layers, as far as compiling stays quick
+_VIEWS = frozenset("view view_as reshape transpose permute unflatten flatten squeeze unsqueeze expand expand_as getitem select narrow t movedim".split())
+
+
+class Compiler:
+    """A backend of torch.compile, for one program: says once where it fails."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.failed = False
+
+    def __call__(self, body: fx.GraphModule) -> Any:
+        return torch.compile(body, backend=self.backend, fullgraph=True, dynamic=False)
+
+    def fail(self, error: Exception) -> None:
+        if not self.failed:
+            self.failed = True
+            said = str(error).strip().splitlines() or [""]
+            warnings.warn(
+                f"enable_compile: {self.backend} cannot compile a part of the program, which runs as it is: {type(error).__name__}: {said[0]}", stacklevel=4
+            )
+
+
+class Compiled(torch.nn.Module):
+    """A part of a program, compiled at its first call; as it is where the compiler fails."""
+
+    def __init__(self, body: fx.GraphModule, compiler: Compiler) -> None:
+        super().__init__()
+        self.body, self.compiler = body, compiler
+        self.run: Any = None
+
+    def forward(self, *args: Any) -> Any:
+        return self._first(*args) if self.run is None else self.run(*args)
+
+    def _first(self, *args: Any) -> Any:
+        compiled = self.compiler(self.body)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler warns of its own doings
+                out = compiled(*args)
+        except Exception as error:
+            out = self.body(*args)  # what is wrong with the program itself is raised here
+            self.compiler.fail(error)
+            compiled = self.body
+        self.__dict__["run"] = compiled
+        return out
+
+    def __repr__(self) -> str:
+        return f"Compiled(by {self.compiler.backend}\n{self.body.code.strip()}\n)"
+
+
+def compile_parts(graph: fx.Graph, constants: dict[str, Any], backend: Any) -> None:
+    """Replace pure parts of the graph, and of what it recomputes, by calls of modules ``compiled_<n>``, put into ``constants``."""
+    _compile(graph, constants, Compiler(backend), {})
+
+
+def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, known: dict[Any, str]) -> None:
+    for node in [n for n in graph.nodes if n.op == "call_module"]:
+        inner = constants[node.target]
+        if isinstance(inner, Recomputed):
+            body = fx.Graph()  # a new one: that of a module only takes calls of what the module has
+            body.output(body.graph_copy(inner.body.graph, {}))
+            _compile(body, constants, compiler, known)
+            inner.body = fx.GraphModule(constants, body, node.target)
+            inner.whole = any(n.op == "call_module" for n in body.nodes)
+    for nodes in _layers(list(_pure(graph))):
+        part = Part(nodes)
+        if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:
+            continue
+        key = _key(part)
+        name = known.get(key)
+        if name is None:
+            name = known[key] = f"compiled_{sum(n.startswith('compiled_') for n in constants)}"
+            constants[name] = Compiled(fx.GraphModule(constants, part.graph(), name), compiler)
+        put_back(graph, part, name).meta["effect"] = False
+    graph.lint()
+
+
+def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Runs of consecutive nodes that are functions of tensors. They may write to memory that they have made themselves."""
+    run: dict[fx.Node, None] = {}
+    made: set[int] = set()
+
+    def admitted(node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method") or isinstance(node.target, Step) or node.target in _EAGER:
+            return False
+        if node.meta.get("effect") and not node.meta.get("writes"):
+            return False  # random numbers are drawn as without a compiler
+        if not all(storages(target) <= made for target in written(node)):
+            return False
+        return all(n in run or isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+
+    constants_first(graph)
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if admitted(node):
+            run[node] = None
+            made |= storages(node) - {key for n in node.all_input_nodes if n not in run for key in storages(n)}
+        elif run:
+            yield list(run)
+            run, made = {}, set()
+
+
+def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
+    """Runs, those of several layers cut between them where that makes parts that are alike."""
+    alike = Counter(_key(Part(run)) for run in runs)
+    cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Part(run))] == 1}
+    repeated = Counter(_key(Part(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
+    for i, run in enumerate(runs):
+        rest: list[fx.Node] = []
+        for key, streak in itertools.groupby(cut.get(i, [run]), lambda piece: _key(Part(piece))):
+            pieces = list(streak)
+            size = _together(len(pieces), sum(map(_computes, pieces[0])))
+            if repeated[key] < 2 or repeated[key] == len(pieces) == size:
+                rest = rest + [node for piece in pieces for node in piece]
+                continue
+            if rest:
+                yield rest
+            rest = []
+            for batch in (pieces[k : k + size] for k in range(0, len(pieces), size)):
+                yield [node for piece in batch for node in piece]
+        if rest:
+            yield rest
+
+
+def _together(layers: int, calls: int) -> int:
+    """How many of so many layers, of so many calls each, are compiled as one: those that divide them evenly before some more that do not.
+
+    >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
+    (4, 8, 7, 1)
+    """
+    most = max(1, min(layers, _TOGETHER_CALLS // max(1, calls)))
+    even = max(n for n in range(1, most + 1) if layers % n == 0)
+    return even if 2 * even > most else -(-layers // -(-layers // most))
+
+
+def _pieces(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """A run, cut where it goes from one layer to another: an entry of a list of modules."""
+    return [list(nodes) for _, nodes in itertools.groupby(run, lambda node: _layer(node.meta.get("module") or ""))]
+
+
+def _layer(path: str) -> str:
+    """``model.blocks.3.norm`` -> ``model.blocks.3``; empty outside lists."""
+    names = path.split(".")
+    at = next((i for i, name in enumerate(names) if name.isdecimal()), -1)
+    return ".".join(names[: at + 1])
+
+
+def _computes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name not in _VIEWS
+
+
+def _key(part: Part) -> Any:
+    """The same for parts that one compiled function can serve: the same calls on tensors that lie alike."""
+    number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}
+    number |= {node: f"n{i}" for i, node in enumerate(part.nodes)}
+    calls = tuple((node.op, node.target, repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))) for node in part.nodes)
+    return calls, tuple(_lies(node) for node in part.needs), tuple(number[node] for node in part.gives)
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _lies(node: fx.Node) -> Any:
+    t = node.meta["val"]
+    return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad

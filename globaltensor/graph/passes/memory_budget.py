@@ -1,0 +1,356 @@
+"""A memory limit: which parts of a program to recompute so that what autograd keeps for backward fits, at the least cost.
+
+What each call keeps is not guessed: the calls are run once more on stand-ins without memory, under hooks that see what autograd saves. The forward pass is cut
+where little is alive (between the layers of a transformer: one tensor), and a dynamic program chooses which segments between cuts to recompute (Chen et al.
+2016, "Training deep nets with sublinear memory cost"; the chain model is that of Beaumont et al. 2021, "Efficient combination of rematerialization and
+offloading", whose rotor also recomputes inside recomputed segments, which is not done here).
+
+Assumed: the peak is what is kept when backward starts plus the largest segment that is recomputed; a segment's inputs are all kept; parameters and the call's
+inputs are free. Within that the choice is the best one, up to rounding: bytes are counted in 2048ths of the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..._base import torch_private
+from ...boxing import plan
+from ...boxing.moves import show_bytes
+from ...cluster import current_cluster
+from ...distributed.world import world
+from ..errors import GraphError
+from ..pytree import tensors_in
+from ..program.nodes import Boxing, Draw, Gather, Step, autocast, backward, set_grad_enabled
+from .subgraph import operands
+
+__all__ = ["Call", "choose", "kept_bytes", "segments"]
+
+_FLOPS_PER_BYTE = 50.0  # of a machine that plans are made for: its arithmetic over its memory's bandwidth
+_LAUNCH = 5e-6  # seconds that a call costs at least
+_BINS = 2048  # into which the limit is divided
+_MOST_CUTS = 64
+_MOST_PEAKS = 48  # sizes of the largest recomputed segment that are tried
+
+
+class Call(NamedTuple):
+    """Consecutive nodes that go together: a call of the user's, or a region. Bytes are those of the rank that has most."""
+
+    number: int  # of the user's call that it begins with
+    stage: int
+    saved: int  # what is kept of its results, and beside them
+    seconds: float  # to compute it once more
+    fixed: bool  # a region of the user's: recomputed anyway
+    crossing: int = 0  # what is alive behind it and made since: the inputs of a segment that begins there
+    later: int = 0  # of that, what autograd keeps for calls behind it
+    unsaved: int = 0  # of that, what nobody keeps
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is kept
+
+
+class _Kept:
+    """What autograd keeps of each call: keys of memory, and bytes of memory that only the call knows."""
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+        self.constants = constants
+        self.sizes: dict[int, int] = {}  # of memory that some node's value lies in
+        self.free: set[int] = set()
+        self.shared: dict[fx.Node, set[int]] = {}
+        self.own: dict[fx.Node, int] = {}
+        self.seconds: dict[fx.Node, float] = {}
+        for node in graph.nodes:
+            for t in tensors_in(node.meta.get("val"), []):
+                self.sizes.setdefault(torch_private.storage_key(t), t.untyped_storage().nbytes())
+            if node.op == "placeholder":
+                self.free |= {torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])}
+        counter = FlopCounterMode(display=False)
+        mode = next((t.fake_mode for n in graph.nodes for t in tensors_in(n.meta.get("val"), []) if torch_private.is_fake(t)), None)
+        if mode is None:
+            return
+        flops, before = 0, [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+        try:
+            with torch.enable_grad(), mode, counter:
+                for node in graph.nodes:
+                    if node.target is backward:
+                        break
+                    if node.op in ("call_function", "call_method"):
+                        self._look(node)
+                        total = counter.get_total_flops()
+                        self.seconds[node] = self._time(node, total - flops)
+                        flops = total
+        finally:
+            autocast(*before)
+
+    def _look(self, node: fx.Node) -> None:
+        shared: set[int] = set()
+        own: dict[int, int] = {}
+        function: Any = node.target.function if isinstance(node.target, Draw) else node.target
+        if node.target in (autocast, set_grad_enabled):
+            function(*node.args)
+        elif isinstance(node.target, (Boxing, Gather)):
+            pass  # linear: its gradient needs no value
+        elif isinstance(node.target, Step) and not isinstance(node.target, Draw):
+            if torch.is_grad_enabled():  # not looked into: what goes in and what comes out
+                shared = {torch_private.storage_key(t) for n in [*operands(node), node] for t in tensors_in(n.meta.get("val"), []) if t.is_floating_point()}
+        elif not node.meta.get("writes") and torch.is_grad_enabled():
+            shared, own = self._run(node, function)
+        self.shared[node], self.own[node] = shared - self.free, sum(own.values())
+
+    def _run(self, node: fx.Node, function: Any) -> tuple[set[int], dict[int, int]]:
+        saved: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            saved.append(t)
+            return t
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.constants[n.target] if n.op == "get_attr" else n.meta.get("val"))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = getattr(args[0], function)(*args[1:], **kwargs) if node.op == "call_method" else function(*args, **kwargs)
+        again = zip(tensors_in(out, []), tensors_in(node.meta.get("val"), []), strict=False)
+        same = {torch_private.storage_key(a): torch_private.storage_key(b) for a, b in again}
+        keys = [(same.get(key := torch_private.storage_key(t), key), t) for t in saved]
+        return {k for k, _ in keys if k in self.sizes}, {k: t.untyped_storage().nbytes() for k, t in keys if k not in self.sizes}
+
+    def _time(self, node: fx.Node, flops: int) -> float:
+        """By the roofline: arithmetic or memory, whichever takes longer."""
+        cluster = current_cluster()
+        if isinstance(node.target, (Boxing, Gather)):
+            return plan(*node.meta["box"]).seconds
+        moved = sum(t.numel() * t.element_size() for n in [*operands(node), node] for t in tensors_in(n.meta.get("val"), []))
+        return _LAUNCH + max(moved, flops / _FLOPS_PER_BYTE) / cluster.memory_bandwidth
+
+
+def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
+    """What autograd keeps for backward when the program runs as it is, parameters and the call's inputs aside."""
+    kept = _Kept(graph, constants)
+    return sum(kept.own.values()) + sum(kept.sizes[k] for k in set().union(*kept.shared.values(), set()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- the forward pass as a chain
+
+
+def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The forward pass, call by call."""
+    out: list[list[fx.Node]] = []
+    last: Any = None
+    for node in graph.nodes:
+        if node.target is backward:
+            break
+        if not node.op.startswith("call_"):
+            continue
+        region = node.meta.get("region")
+        of = (region, None if region is not None else node.meta.get("call"), node.meta.get("stage"))
+        if of != last:
+            out.append([])
+        out[-1].append(node)
+        last = of
+    return out
+
+
+def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
+    """What this rank knows of each call."""
+    kept, calls = _Kept(graph, constants), _calls(graph)
+    place = {node: i for i, call in enumerate(calls) for node in call}
+    made: dict[int, int] = {}
+    used: dict[int, int] = {}
+    saver: dict[int, int] = {}
+    for node, i in place.items():
+        for t in tensors_in(node.meta.get("val"), []):
+            made.setdefault(torch_private.storage_key(t), i)
+        for n in node.all_input_nodes:
+            used.update((torch_private.storage_key(t), i) for t in tensors_in(n.meta.get("val"), []))
+        saver.update((key, i) for key in kept.shared.get(node, ()))
+    n = len(calls)
+    saved = [sum(kept.own.get(node, 0) for node in call) for call in calls]
+    crossing, later, unsaved = [0] * n, [0] * n, [0] * n
+    for key, first in made.items():
+        if key in kept.free:
+            continue
+        size, last = kept.sizes[key], used.get(key, first)
+        if key in saver:
+            saved[first] += size
+        if last - first > n // 2 and n > 8:
+            continue  # alive throughout (positions, masks): no part of any cut
+        for i in range(first, last):
+            crossing[i] += size
+            later[i] += size if saver.get(key, -1) > i else 0
+            unsaved[i] += size if key not in saver else 0
+    return [
+        Call(
+            call[0].meta.get("call", i), call[0].meta.get("stage") or 0, saved[i], sum(kept.seconds.get(node, 0.0) for node in call),
+            call[0].meta.get("region") is not None, crossing[i], later[i], unsaved[i],
+        )
+        for i, call in enumerate(calls)
+    ]  # fmt: skip
+
+
+def _agreed(mine: list[Call]) -> list[Call]:
+    """The same chain on every rank: of each call, the most that any rank has. Collective."""
+    here = world()
+    if here.size == 1:
+        return mine
+    merged: dict[tuple[int, int], Call] = {}
+    for chain in here.comm(tuple(range(here.size))).all_gather_object([tuple(c) for c in mine]):
+        for fields in chain:
+            call = Call(*fields)
+            had = merged.get((call.stage, call.number))
+            merged[call.stage, call.number] = call if had is None else Call(*map(max, had, call))
+    return sorted(merged.values(), key=lambda c: c.number)
+
+
+# ---------------------------------------------------------------------------------------------------------------- choosing
+
+
+def choose(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
+    """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes (of one micro-batch, on any rank; each stage for itself).
+    Collective. Raises GraphError where that cannot be, saying what can."""
+    if not any(node.target is backward for node in graph.nodes):
+        return
+    chain = _agreed(_chain(graph, constants))
+    numbers = iter(range(1 << 20, 1 << 30))
+    chosen: list[tuple[int, int, int, int]] = []
+    for stage in sorted({c.stage for c in chain}):
+        calls = [c for c in chain if c.stage == stage]
+        chosen += [(stage, calls[i].number, calls[j - 1].number, next(numbers)) for i, j in segments(calls, limit)]
+    for nodes in _calls(graph):
+        number, stage = nodes[0].meta.get("call", -1), nodes[0].meta.get("stage") or 0
+        region = next((r for s, first, last, r in chosen if s == stage and first <= number <= last), None)
+        if region is not None and nodes[0].meta.get("region") is None:
+            for node in nodes:
+                node.meta["region"] = region
+
+
+def segments(calls: Sequence[Call], limit: int) -> list[tuple[int, int]]:
+    """Which runs of calls, as [i, j), to recompute: the cheapest choice whose kept bytes and largest recomputed segment are within ``limit`` together.
+    Regions that are recomputed anyway are not among them. Raises GraphError where there is none."""
+    if not any(c.fixed for c in calls) and sum(c.saved for c in calls) <= limit:
+        return []
+    chain = _Segments(calls)
+    peaks = sorted({w for row in chain.work for w in row if 0 <= w < math.inf})
+    least = min((chain.least(w) + w, w) for w in peaks)
+    if least[0] > limit:
+        raise GraphError(
+            f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be kept: recomputing all it can, autograd keeps {show_bytes(int(least[0]))} "
+            f"({int(least[0])} bytes) at the peak; make the batch smaller (set_gradient_accumulation_steps), or allow that much"
+        )
+    fitting = [w for w in peaks if w <= limit and chain.least(w) + w <= limit]
+    tried = {fitting[round(i * (len(fitting) - 1) / max(1, _MOST_PEAKS - 1))] for i in range(_MOST_PEAKS)} | {least[1]}
+    found = min((best for w in sorted(tried) if (best := chain.cheapest(w, limit)) is not None), key=lambda best: best[0], default=None)
+    chosen = found[1] if found is not None else chain.tightest(least[1])  # only rounding was in the way
+    return [(chain.cuts[i], chain.cuts[j]) for i, j in chosen if not calls[chain.cuts[i]].fixed]
+
+
+class _Segments:
+    """The chain cut where little crosses. Segment [i, j) goes from cut i to cut j: recomputed it costs ``seconds[i][j]`` and needs ``work[i][j]`` bytes."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        n = len(calls)
+        must = {i for i in range(1, n) if calls[i].fixed != calls[i - 1].fixed or (calls[i].fixed and calls[i - 1].fixed)}
+        ranked = sorted(c.crossing for c in calls[:-1])
+        bound = ranked[min(len(ranked) - 1, max(16, len(ranked) // 8))] if ranked else 0
+        free = [i for i in range(1, n) if calls[i - 1].crossing <= bound and i not in must]
+        free = free[:: max(1, -(-len(free) // _MOST_CUTS))]
+        self.cuts = [0, *sorted({*must, *free}), n]
+        m = len(self.cuts)
+        at = [calls[c - 1] if 0 < c < n else None for c in self.cuts]
+        self.crossing = [c.crossing if c else 0 for c in at]
+        self.later = [c.later if c else 0 for c in at]
+        self.unsaved = [c.unsaved if c else 0 for c in at]
+        total = np.concatenate([[0], np.cumsum([c.saved for c in calls], dtype=np.int64)])
+        spent = np.concatenate([[0.0], np.cumsum([c.seconds for c in calls])])
+        self.saved = [int(total[c]) for c in self.cuts]  # up to each cut
+        self.fixed = [calls[c].fixed for c in self.cuts[:-1]]
+        self.known: dict[float, tuple[float, list[tuple[int, int]]]] = {}  # by the largest segment allowed
+        self.work = [[math.inf] * m for _ in range(m)]
+        self.seconds = [[0.0] * m for _ in range(m)]
+        for i in range(m - 1):
+            for j in range(i + 1, m):
+                if j > i + 1 and any(self.fixed[i:j]):
+                    break
+                self.work[i][j] = int(total[self.cuts[j]] - total[self.cuts[i]])
+                self.seconds[i][j] = 0.0 if self.fixed[i] else float(spent[self.cuts[j]] - spent[self.cuts[i]])
+
+    def _enter(self, i: int, before: int, recomputed: int) -> int:
+        """Bytes kept at cut i, between a segment that is recomputed or not (1, 0) and the next."""
+        if before:
+            return self.crossing[i] if recomputed else self.later[i]
+        return self.unsaved[i] if recomputed else 0
+
+    def _ways(self, j: int, peak: float) -> list[tuple[int, int, int, int, float]]:
+        """(i, recomputed, what was before, bytes, seconds) of the segments that end at cut j."""
+        out = []
+        if not self.fixed[j - 1]:
+            out = [(j - 1, 0, t, self.saved[j] - self.saved[j - 1] + self._enter(j - 1, t, 0), 0.0) for t in (0, 1)]
+        for i in range(j - 1, -1, -1):
+            if self.work[i][j] <= peak or (self.fixed[i] and self.work[i][j] < math.inf):
+                out += [(i, 1, t, self._enter(i, t, 1), self.seconds[i][j]) for t in (0, 1)]
+        return out
+
+    def _scalar(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
+        """The least bytes kept where no recomputed segment needs more than ``peak``, and what is recomputed then."""
+        if peak in self.known:
+            return self.known[peak]
+        m = len(self.cuts)
+        best = [[math.inf, math.inf] for _ in range(m)]
+        came: dict[tuple[int, int], tuple[int, int]] = {}
+        best[0][0] = 0
+        for j in range(1, m):
+            for i, t, before, nbytes, _ in self._ways(j, peak):
+                if best[i][before] + nbytes < best[j][t]:
+                    best[j][t] = best[i][before] + nbytes
+                    came[j, t] = (i, before)
+        at = (m - 1, 0 if best[-1][0] <= best[-1][1] else 1)
+        self.known[peak] = best[at[0]][at[1]], self._back(at, lambda at: came[at])
+        return self.known[peak]
+
+    def _back(self, at: tuple[int, int], came: Any) -> list[tuple[int, int]]:
+        out = []
+        while at[0]:
+            before = came(at)
+            if at[1]:
+                out.append((before[0], at[0]))
+            at = before
+        return out[::-1]
+
+    def least(self, peak: float) -> float:
+        return self._scalar(peak)[0]
+
+    def tightest(self, peak: float) -> list[tuple[int, int]]:
+        return self._scalar(peak)[1]
+
+    def cheapest(self, peak: float, limit: int) -> tuple[float, list[tuple[int, int]]] | None:
+        """(seconds, what is recomputed) of the cheapest choice that keeps at most ``limit - peak`` bytes. None where there is none."""
+        m, size = len(self.cuts), max(1.0, (limit - peak) / _BINS)
+        bins = int((limit - peak) / size)
+        best = np.full((m, 2, bins + 1), np.inf)
+        came = np.zeros((m, 2, bins + 1, 2), np.int32)
+        best[0, 0, 0] = 0.0
+        for j in range(1, m):
+            for i, t, before, _, seconds in self._ways(j, peak):
+                # Kept segments follow one another: their sum is rounded, not each of them.
+                entered = self._enter(i, before, t)
+                shift = math.ceil(entered / size) + (0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size))
+                if shift > bins:
+                    continue
+                new = best[i, before, : bins + 1 - shift] + seconds
+                better = new < best[j, t, shift:]
+                best[j, t, shift:][better] = new[better]
+                came[j, t, shift:][better] = (i * 2 + before, shift)
+        t, b = np.unravel_index(int(np.argmin(best[-1])), best[-1].shape)
+        if not np.isfinite(best[-1, t, b]):
+            return None
+        where = [int(b)]
+
+        def back(at: tuple[int, int]) -> tuple[int, int]:
+            i, shift = came[at[0], at[1], where[0]]
+            where[0] -= int(shift)
+            return int(i) // 2, int(i) % 2
+
+        return float(best[-1, t, b]), self._back((m - 1, int(t)), back)

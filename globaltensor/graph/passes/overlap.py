@@ -1,0 +1,153 @@
+"""Collectives begun early and awaited late: what lies between the two runs meanwhile, in the forward pass and in the backward pass.
+
+A collective begins as soon as its operand is there and the collective before it has begun, so that their order stays; it is awaited where its result is first
+wanted. What is small and hangs on inputs alone, as the number of targets that count, begins when the program does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ..program.coalesced import Begin, End, Joint, move_of
+from ..program.nodes import Boxing, Draw, Gather, Step, autocast
+from .alias_analysis import Memory, differentiable, is_border, is_boxing, modes
+
+__all__ = ["ancestors", "begin_early"]
+
+SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
+_VIEWS = frozenset(
+    "view view_as reshape flatten unflatten transpose permute squeeze unsqueeze expand expand_as detach size dim t unbind split chunk narrow select".split()
+)
+
+
+
+def begin_early(graph: fx.Graph) -> None:
+    """Split boxings into a start and a wait where something can run in between."""
+    _hoist(graph)
+    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
+    for node in list(graph.nodes):
+        if _splittable(node) and own.fixed(*_results(node)):
+            _split(graph, node, memory, mode)
+
+
+def _splittable(node: fx.Node) -> bool:
+    """Whether this is one move that can be begun, and not just been."""
+    if isinstance(node.target, Joint):
+        return all(part.target is operator.getitem for part in node.users)
+    return is_boxing(node) and node.target.grad is None and move_of(node.target.src, node.target.dst) is not None
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    return list(node.users) if isinstance(node.target, Joint) and node.users else [node]
+
+
+def _issues(node: fx.Node) -> bool:
+    """Whether ranks meet there: what must keep its order."""
+    return isinstance(node.target, (Boxing, Gather, Joint, Begin)) or (isinstance(node.target, Step) and not isinstance(node.target, (Draw, End)))
+
+
+def _works(node: fx.Node) -> bool:
+    """Whether a node computes something, rather than look at it otherwise."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, (Boxing, Begin, End, Joint)) or node.target in (operator.getitem, getattr):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(node.meta.get("calls")) and name not in _VIEWS
+
+
+def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Put the start of a boxing after one node, and the wait before another."""
+    joint = node.target if isinstance(node.target, Joint) else Joint([(node.target.src, node.target.dst, node.target.why)])
+    with graph.inserting_after(start):
+        begun = graph.call_function(Begin(joint), node.args)
+    begun.meta.update({k: v for k, v in node.meta.items() if k in ("module", "stage", "region")}, val=None, effect=False, calls=1)
+    with graph.inserting_before(wait):
+        ended = graph.call_function(End(joint), (begun,))
+    ended.meta.update(node.meta, calls=0)
+    for part in list(node.users) if isinstance(node.target, Joint) else ():
+        wait.prepend(part)
+    node.replace_all_uses_with(ended)
+    graph.erase_node(node)
+    return begun, ended
+
+
+def _split(graph: fx.Graph, node: fx.Node, memory: Memory, mode: dict[fx.Node, int]) -> None:
+    """Begin this as early, and await it as late, as what lies around it permits."""
+    parts, here = _results(node), mode[node]
+    own = {node, *parts}
+    changed = {memory.of(n) for n in node.all_input_nodes}
+    start = node.prev
+    while mode.get(start) == here and not is_border(start):
+        if start in node.all_input_nodes or _issues(start) or memory.writes(start) & changed:
+            break
+        start = start.prev
+    wanted = {user for part in parts for user in part.users} - own
+    wait = node.next
+    while mode.get(wait) == here and wait not in wanted and not is_border(wait):
+        wait = wait.next
+    at, useful = start.next, False
+    while at is not wait:
+        useful = useful or (at not in own and _works(at))
+        at = at.next
+    if useful:
+        mode.update(dict.fromkeys(_cut(graph, node, start, wait), here))
+
+
+def _hoist(graph: fx.Graph) -> None:
+    """Begin what is small, and to which only plain functions of inputs lead, when the program begins."""
+    nodes = list(graph.nodes)
+    memory, own = Memory(graph), Memory(graph, views=False)
+    given = [n for n in nodes if n.op == "placeholder"]
+    found = [n for n in nodes if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None]
+    if not given or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
+        return  # the stages of a pipeline begin on their own
+    last, placed, casts = given[-1], set(given), any(n.target is autocast for n in nodes)
+    for node in found:
+        wanted = {user for part in _results(node) for user in part.users}
+        chain = ancestors(node)
+        if chain is None or not wanted or not memory.fixed(*chain) or not own.fixed(*_results(node)):
+            continue
+        if any(_nbytes(n) > SMALL for n in (*node.all_input_nodes, *_results(node))):
+            continue
+        if any(n.meta.get("region") is not None for n in chain) or (casts and any(_floats(n) for n in (*chain, node))):
+            continue
+        for n in chain:
+            if n not in placed:
+                last.append(n)
+                last = n
+                placed.add(n)
+        wait = next(n for n in graph.nodes if n in wanted)
+        while wait.meta.get("region") is not None and wait.prev.meta.get("region") == wait.meta["region"]:
+            wait = wait.prev
+        last, _ = _cut(graph, node, last, wait)
+        placed.add(last)
+
+
+def ancestors(node: fx.Node) -> list[fx.Node] | None:
+    """What leads to a node, in order; None where something of it has an effect, meets other ranks, has a gradient, or may not be run earlier."""
+    found: dict[fx.Node, None] = {}
+    todo = list(node.all_input_nodes)
+    while todo:
+        at = todo.pop()
+        if at in found:
+            continue
+        if at.meta.get("effect") or isinstance(at.target, Step) or differentiable(at):
+            return None
+        if at.op not in ("placeholder", "get_attr"):
+            todo.extend(at.all_input_nodes)
+        found[at] = None
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _nbytes(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return sum(v.nbytes for v in (val if isinstance(val, tuple) else (val,)) if isinstance(v, torch.Tensor))
+
+
+def _floats(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    found: Iterable[object] = val if isinstance(val, tuple) else (val,)
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in found)

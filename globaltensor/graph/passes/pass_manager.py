@@ -1,0 +1,136 @@
+"""Which passes run, in which order, and what holds after each: ranks meet in one order, which follows from the graph alone."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import fx
+
+from ...distributed.world import world
+from ..errors import GraphError
+from ..program.coalesced import Begin, End, Joint
+from ..program.nodes import Boxing, Gather
+from .dead_code import remove_dead, remove_idle
+from .overlap import begin_early
+from .fold_reductions import fold_sums
+from .remove_identity import remove_identities
+from .defer_mean import count_late
+from .coalesce_collectives import merge_boxings
+from .simplify_boxing import remove_redundant, unmoved
+from .boxing_cse import share_boxings
+
+__all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
+
+Pass = Callable[[fx.Graph], None]
+#: What leaves every boxing as it was recorded.
+PLAIN: tuple[Pass, ...] = (remove_identities, remove_idle)
+PASSES: tuple[Pass, ...] = (
+    remove_identities, remove_dead, share_boxings, remove_redundant, share_boxings, fold_sums, count_late, merge_boxings, begin_early, remove_dead,
+)  # fmt: skip
+
+
+def run(graph: fx.Graph, passes: Sequence[Pass] | None = None) -> None:
+    """These in order; without them all. Raises GraphError where one leaves what cannot be right."""
+    for one in PASSES if passes is None else passes:
+        one(graph)
+        verify(graph, one.__name__)
+
+
+def agreed(graphs: Mapping[int, fx.Graph]) -> dict[int, fx.Graph]:
+    """The graphs of this rank (one for each stage that it holds) after all passes. Ranks whose parts differ (an empty one, say) may have recorded what leads
+    another pass to another result: they compare where they would meet, and where that differs, none moves any boxing. Collective among all ranks."""
+    here = world()
+    if here.size == 1:
+        for graph in graphs.values():
+            run(graph)
+        return dict(graphs)
+    before = {k: copy.deepcopy(graph) for k, graph in graphs.items()}
+    mine: dict[tuple[int, ...], str] = {}
+    failed: Exception | None = None
+    try:
+        for graph in graphs.values():
+            run(graph)
+            for members, digest in meetings(graph, here.rank).items():
+                mine[members] = mine.get(members, "") + digest
+    except Exception as error:
+        failed = error
+    everyone = here.comm(tuple(range(here.size))).all_gather_object((mine, str(failed) if failed is not None else ""))
+    if failed is not None:
+        raise failed  # here, where it happened; the others say which rank it was
+    for rank, (_, error) in enumerate(everyone):
+        if error:
+            raise GraphError(f"a pass over the program of rank {rank} has failed: {error}")
+    if same([told for told, _ in everyone]):
+        return dict(graphs)
+    for graph in before.values():
+        run(graph, PLAIN)
+    return before
+
+
+def verify(graph: fx.Graph, after: str) -> None:
+    """What must hold between passes: every operand is made before it is used, each boxing takes what lies as it says, and what is begun is awaited, once.
+    Raises GraphError."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"the pass {after} has left a graph that is not in order: {error}") from error
+    for node in graph.nodes:
+        for given, src in _takes(node):
+            lies = given.meta.get("box")
+            if lies is not None and lies[1] is not src and not _alike(lies[1], src):
+                raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}")
+        if isinstance(node.target, Begin) and not _awaited(node):
+            raise GraphError(f"after the pass {after}, {node.name} is not awaited once, but by {[u.name for u in node.users]}")
+        if isinstance(node.target, Joint) and any(u.target is not operator.getitem for u in node.users):
+            raise GraphError(f"after the pass {after}, the results of {node.name} are not taken apart")
+
+
+def _awaited(begun: fx.Node) -> bool:
+    users = list(begun.users)
+    return len(users) <= 1 and all(isinstance(u.target, End) and u.target.joint is begun.target.joint for u in users)  # type: ignore[union-attr]
+
+
+def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
+    """(operand, how it has to lie) of what moves."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, Boxing):
+        return [(node.args[0], node.target.src)]  # type: ignore[list-item]
+    joint = node.target.joint if isinstance(node.target, Begin) else node.target
+    return [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)] if isinstance(joint, Joint) else []  # type: ignore[misc]
+
+
+def _alike(a: object, b: object) -> bool:
+    """Whether the parts of both are the same: a boxing between them has gone."""
+    return a.shape == b.shape and a.dtype == b.dtype and unmoved(a, b)  # type: ignore[attr-defined, arg-type]
+
+
+def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
+    """For each set of ranks that ``rank`` meets, a digest of for what and in which order: the same on all of them, or they would wait for each other."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for node in graph.nodes:
+        step = node.target
+        if isinstance(step, Boxing):
+            routes, how = [(step.src, step.dst)], "box"
+        elif isinstance(step, Gather):
+            routes, how = [node.meta["box"]], "gather"
+        elif isinstance(step, (Joint, Begin, End)):
+            routes, how = [r[:2] for r in (step if isinstance(step, Joint) else step.joint).routes], type(step).__name__
+        else:
+            continue
+        members = tuple(sorted({r for a, b in routes for s in (a, b) for r in s.placement.flat}))
+        if rank in members:
+            found.setdefault(members, []).append(f"{how} {[(repr(a), repr(b)) for a, b in routes]}")
+    return {members: hashlib.sha256("\n".join(lines).encode()).hexdigest() for members, lines in found.items()}
+
+
+def same(everyone: Sequence[Mapping[tuple[int, ...], str]]) -> bool:
+    """Whether what `meetings` gives on all ranks fits together."""
+    for told in everyone:
+        for members, digest in told.items():
+            if any(everyone[r].get(members) != digest for r in members):
+                return False
+    return True

@@ -1,0 +1,70 @@
+"""Boxings that need not be: a -> b -> c goes from a to c where that is no dearer, a -> b -> a goes nowhere, and what leaves every part as it is goes.
+
+Each step of boxing keeps the tensor and changes how it lies, and so does each step of its gradient's way back, which is that of the duals. A boxing that
+was told how its gradient has to pass (``grad``) is left alone.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...boxing import plan
+from ...sharding.spec import Spec
+from ..program.nodes import Boxing
+from .alias_analysis import Memory, costs, differentiable, is_boxing, modes, plain, replace
+
+__all__ = ["remove_redundant", "unmoved"]
+
+
+def remove_redundant(graph: fx.Graph) -> None:
+    """Shorten chains of boxings, in order, so that a chain of any length shortens."""
+    memory, mode = Memory(graph), modes(graph)
+    for node in list(graph.nodes):
+        if not is_boxing(node) or node.target.grad is not None or not plain(node.target.src, node.target.dst):
+            continue
+        before = node.args[0]
+        if not memory.fixed(node, before):
+            continue
+        step = node.target
+        if unmoved(step.src, step.dst) and differentiable(node) == differentiable(before):
+            replace(node, before)
+        elif _chained(before) and mode[before] == mode[node] and memory.fixed(before.args[0]):
+            here = mode[node]
+            made = _shorten(graph, before, node)
+            if made is not None:
+                mode[made] = here
+
+
+def unmoved(src: Spec, dst: Spec) -> bool:
+    """Whether every part stays as it is, and so does every part of the gradient."""
+    return src is dst or (plan(src, dst).is_noop and plan(dst.dual(), src.dual()).is_noop)
+
+
+def _chained(first: fx.Node) -> bool:
+    return is_boxing(first) and first.target.grad is None and plain(first.target.src, first.target.dst)
+
+
+def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """What moves instead of the second, if anything new does."""
+    a, b, c = first.target.src, first.target.dst, second.target.dst
+    if a.placement is not c.placement or a.placement is not b.placement:
+        return None  # other ranks take part
+    if unmoved(a, c) and differentiable(second) == differentiable(first.args[0]):
+        replace(second, first.args[0])
+        _drop(first)
+        return None
+    both = differentiable(second)
+    now = costs([(b, c)] if len(first.users) > 1 else [(a, b), (b, c)], both)
+    if costs([(a, c)], both) > now:
+        return None
+    with graph.inserting_before(second):
+        node = graph.call_function(Boxing(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
+    node.meta.update(second.meta, box=(a, c))
+    replace(second, node)
+    _drop(first)
+    return node
+
+
+def _drop(node: fx.Node) -> None:
+    if not node.users:
+        node.graph.erase_node(node)

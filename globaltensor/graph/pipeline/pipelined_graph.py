@@ -1,0 +1,190 @@
+"""A graph with stages, ready to run: its stages' programs, what crosses between them, and a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._ops import random as draws
+from ...distributed.world import placeholder
+from ...sharding.placement import Placement
+from ...sharding.spec import Spec
+from .. import passes
+from ..capture.capture import Captured
+from ..passes.lower import lower
+from ..program.program import Program, State
+from ..program.nodes import Draw
+from .validate_schedule import fitted
+from .split_backward import DEFERRED, LIGHTER
+from .partition import cut
+from .runtime import Pipeline
+from .schedule import Schedule
+from .stage import Stage
+
+__all__ = ["Staged", "lanes"]
+
+
+def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The lane of each stage: stages that share ranks share a lane."""
+    groups: list[set[int]] = []
+    for p in placements:
+        mine = set(p.flat)
+        near = [g for g in groups if g & mine]
+        groups = [g for g in groups if not g & mine] + [mine.union(*near)]
+    found: list[set[int]] = []
+    for p in placements:
+        group = next(g for g in groups if p.flat[0] in g)
+        if group not in found:
+            found.append(group)
+    return tuple(found.index(next(g for g in groups if p.flat[0] in g)) for p in placements)
+
+
+class _Turn:
+    """Which micro-batch a rank works on, and the keys of the step's random numbers: those that the micro-batches would draw one after another."""
+
+    def __init__(self) -> None:
+        self.draws, self.first, self.micro = 0, 0, 0
+
+
+class _Drawn(Draw):
+    """A random op of a stage: what it draws depends on the micro-batch, not on the schedule; recomputed, it draws the same again."""
+
+    __module__ = "steps"
+    repeats = True
+
+    def __init__(self, draw: Draw, number: int, turn: _Turn) -> None:
+        super().__init__(draw.function, draw.coordinate)
+        self.__name__, self.number, self.turn = draw.__name__, number, turn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self.turn
+        return draws.keyed(self.function, args, kwargs, self.coordinate, turn.first, turn.micro * turn.draws + self.number)
+
+
+class _Stage(Stage):
+    """A stage that says which micro-batch is being run, forward or, recomputed, in backward."""
+
+    def __init__(self, function: Callable[..., Sequence[torch.Tensor]], differentiable: Any, loss: Any, turn: _Turn) -> None:
+        super().__init__(function, differentiable, loss)
+        self.turn = turn
+
+    def forward(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().forward(micro, *args, **kwargs)
+
+    def backward(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().backward(micro, *args, **kwargs)
+
+    def backward_input(self, micro: int, *args: Any, **kwargs: Any) -> Any:
+        self.turn.micro = micro
+        return super().backward_input(micro, *args, **kwargs)
+
+
+class Staged:
+    """Runs the micro-batches of a call through the stages."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        placements: Sequence[Placement],
+        inputs: Sequence[torch.Tensor],
+        states: Sequence[State],
+        micros: int,
+        wanted: Any,
+        credits: int,
+        name: str,
+        backend: str | None = None,
+    ) -> None:
+        self.captured, self.micros = captured, micros
+        self.turn = _Turn()
+        drawn = [n for n in captured.program.nodes if isinstance(n.target, Draw) and n.kwargs.get("generator") is None]
+        for i, node in enumerate(drawn):  # the same on every rank: those outside a placement skip
+            node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
+        self.turn.draws = len(drawn)
+        made = cut(captured, placements, inputs)
+        crossing = {(e.source, e.target) for e in made.edges if e.source >= 0}
+        if not captured.scaled:
+            wanted = "forward"
+        self.schedule: Schedule = fitted(wanted, lanes(placements), micros, crossing)
+        split = any(action.kind == "I" for row in self.schedule.rows for action in row)
+        self.programs: dict[int, Program] = {}
+        stages = {}
+        if split:
+            for part in made.parts.values():
+                defer(part.graph)
+        ready = passes.agreed({k: part.graph for k, part in made.parts.items()})
+        for k, part in made.parts.items():
+            part.graph = ready[k]
+            lower(part.graph, captured.constants, backend)
+            if split and backend is None:
+                lighten(part.graph)
+            program = self.programs[k] = Program(part.graph, captured.constants, states, len(part.needs), f"{name}_stage_{k}")
+            differentiable = {i for i, need in enumerate(part.needs) if need.differentiable}
+            stages[k] = _Stage(_runner(program), differentiable, part.loss, self.turn)
+        wanted_outputs: dict[int, list[int]] = {}
+        for stage, number in made.results:
+            wanted_outputs.setdefault(stage, []).append(number)
+        self.results, self.fed = made.results, made.fed
+        self.specs = list(_specs_of(captured))
+        outputs = {k: wanted_outputs.get(k, ()) for k in range(len(placements))}
+        self.pipeline = Pipeline(stages, placements, made.edges, self.schedule, outputs=outputs, credits=credits)
+
+    def __call__(self, micros: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
+        """The local inputs of each micro-batch -> the local results of each; empty ones on ranks that do not hold them."""
+        inputs: dict[int, list[dict[int, torch.Tensor]]] = {k: [{} for _ in micros] for k in self.pipeline.stages}
+        for (stage, number), source in self.fed.items():
+            if stage in inputs:
+                for i, given in enumerate(micros):
+                    inputs[stage][i][number] = given[source]
+        if self.turn.draws:
+            self.turn.first = draws.claim(self.turn.draws * len(micros))
+        found = self.pipeline.run(inputs, scale)
+        out = []
+        for i in range(len(micros)):
+            row = []
+            for (stage, number), spec in zip(self.results, self.specs, strict=True):
+                value = found[stage][i][number] if stage in found else None
+                row.append(placeholder(spec) if value is None else value)
+            out.append(row)
+        return out
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The stages' programs on this rank: an fx module whose children they are."""
+        root, graph = torch.nn.Module(), fx.Graph()
+        for k, program in self.programs.items():
+            root.add_module(f"stage_{k}", program.module)
+            graph.call_module(f"stage_{k}", tuple(graph.placeholder(f"stage_{k}_{n.name}") for n in program.module.graph.nodes if n.op == "placeholder"))
+        graph.output(None)
+        return fx.GraphModule(root, graph, "Pipeline")
+
+
+def _runner(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
+    return lambda *inputs: program(inputs)
+
+
+def _specs_of(captured: Captured) -> list[Spec]:
+    from .partition import _specs
+
+    return [spec for spec in _specs(captured.structure) if spec is not None]
+
+
+def defer(graph: fx.Graph) -> None:
+    """Let products and convolutions with a parameter leave its gradient for later (zero-bubble schedules)."""
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or len(node.args) < 2 or not isinstance(node.args[1], fx.Node) or "state" not in node.args[1].meta:
+            continue  # what came from another stage must have its gradient before it goes back
+        other = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target), None)
+        if other in DEFERRED:
+            node.op, node.target = "call_function", DEFERRED[other]
+
+
+def lighten(graph: fx.Graph) -> None:
+    """The same by less, where a program runs as it stands. Its recomputed parts are modules of their own by now, and stay as they are."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in LIGHTER:
+            node.target = LIGHTER[node.target]

@@ -1,0 +1,357 @@
+"""Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024).
+
+`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to
+its `Later`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
+weights get that are no leaves (gathered ones) or have a hook on their gradient, is computed with the gradients of inputs. Torch calls a hook that runs
+after accumulation (`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been added yet, and again when it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..._base.torch_private import any_autocast, call_after_accumulation, computed_by
+
+__all__ = ["DEFERRED", "LIGHTER", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
+
+
+class Later:
+    """What one forward pass leaves for later: gradients of weights that `holding` put off, until `run` computes them.
+
+    >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), Later()
+    >>> with later.recording():
+    ...     y = linear(x, w).sum()
+    >>> with later.holding():
+    ...     y.backward()
+    >>> w.grad is None, later.waiting
+    (True, 1)
+    >>> later.run()
+    >>> w.grad
+    tensor([[3., 3.]])
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+        self._work: list[Callable[[], None]] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many ops' weights wait."""
+        return len(self._work)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """The forward pass: what runs here can be put off. Can be entered again."""
+        return _Recording(self)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """A backward pass of inputs: weights are put off. In one outside, nothing is."""
+        # Not a ContextVar: autograd runs the backward of accelerators in threads of its own.
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def run(self) -> None:
+        """Compute what was put off and add it to the leaves' ``.grad``, hooks included, as a backward pass does; each is let go once it is done."""
+        work, self._work = self._work, []
+        work.reverse()
+        while work:
+            work.pop()()
+
+
+_current: ContextVar[Later | None] = ContextVar("globaltensor_deferred_weights", default=None)
+
+
+class _Recording:
+    def __init__(self, later: Later) -> None:
+        self._later, self._tokens = later, list[Token[Later | None]]()
+
+    def __enter__(self) -> None:
+        self._tokens.append(_current.set(self._later))
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._tokens.pop())
+
+
+def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For ``torch.utils.checkpoint(..., context_fn=checkpointing)``: its second forward pass does as the first did, in whichever thread it runs.
+
+    Without it that holds on the cpu only: elsewhere autograd's own threads run it, and torch finds that the two differ.
+    """
+    later = _current.get()
+    return contextlib.nullcontext(), contextlib.nullcontext() if later is None else later.recording()
+
+
+def _deferring(*leaves: Tensor | None) -> Later | None:
+    """Who takes the gradient of a weight now being used; None where it is not one to put off."""
+    later = _current.get()
+    if later is None or not torch.is_grad_enabled() or not any(_waits(leaf) for leaf in leaves):
+        return None
+    return later
+
+
+def _waits(leaf: Tensor | None) -> bool:
+    # Autograd would call a hook on the gradient of a weight that waits, and with None.
+    return leaf is not None and leaf.is_leaf and leaf.requires_grad and not leaf._backward_hooks
+
+
+def _held(ctx: Any) -> bool:
+    """Whether weights are to be put off. Not those of a forward pass that is itself part of a backward pass, which knows what it wants of it."""
+    return ctx.first and ctx.later.held and not torch.is_grad_enabled()
+
+
+def _arrive(leaf: Tensor, grad: Tensor) -> None:
+    """What a backward pass does with the gradient of a leaf, hooks included; it takes an engine's run of its own ten times as long."""
+    grad = grad.to(leaf.dtype)
+    if leaf.grad is None:
+        leaf.grad = grad
+    else:
+        leaf.grad += grad
+    call_after_accumulation(leaf)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """``x`` as autocast would give it to a matrix product."""
+    kind = x.device.type
+    if any_autocast() and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype is not torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, enabled=False) if any_autocast() else contextlib.nullcontext()
+
+
+def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if t is None else t.to(like.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- matrix products
+#
+# Who writes to a view of a product, as activations in place do, puts another op in the place of the view: what tells gradients is the product itself.
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
+    later = _deferring(weight)
+    if later is None or weight.ndim != 2 or not input.ndim or weight.is_complex() or input.is_complex():
+        return F.linear(input, weight, bias)
+    return _product(_cast(input), weight, bias, False, later)
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """torch.matmul; a second factor ``[k, n]`` that is a leaf counts as the weight."""
+    later = _deferring(other)
+    if later is None or other.ndim != 2 or not input.ndim or other.is_complex() or input.is_complex():
+        return torch.matmul(input, other)
+    return _product(_cast(input), other, None, True, later)
+
+
+def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, for a program in which nobody asks autograd for gradients of weights and nothing is recomputed: for autograd the weight is a constant, and its
+    gradient comes with `Later.run` alone, also after a backward pass that holds nothing."""
+    later = _current.get()
+    # Among products that fill the caches, each step of Python takes several times what it does in a loop of its own: no more of them than these.
+    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(weight) and _waits(weight) and (bias is None or _waits(bias))):
+        return linear(input, weight, bias)
+    return _told(F.linear(input, weight.detach(), None if bias is None else bias.detach()), input, weight, bias, False, later)
+
+
+def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
+    """`matmul`, likewise."""
+    later = _current.get()
+    if later is None or any_autocast() or not (input.requires_grad and _real_matrix(other) and _waits(other)):
+        return matmul(input, other)
+    return _told(torch.matmul(input, other.detach()), input, other, None, True, later)
+
+
+def _real_matrix(t: Tensor) -> bool:
+    return t.ndim == 2 and not t.is_complex()
+
+
+def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    """``out``; its gradient will be there for those of weight and bias."""
+    product = computed_by(out)
+    if product is not None:
+        grads: list[Sequence[Tensor]] = []
+        product.register_prehook(grads.append)  # which runs no Python
+        later.put(partial(_arrive_told, grads, x.detach(), x._version, across, weight, bias))
+    return out
+
+
+def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: Any) -> None:
+    for (grad,) in grads:
+        if x._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: the input {list(x.shape)} of a linear "
+                f"layer is at version {x._version}, expected version {version}; write out of place (x + y instead of x += y), or clone it before"
+            )
+        if grad is not None:
+            _arrive_products(x, grad.detach(), *more)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As a matrix."""
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+
+
+def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
+    """Two matrices whose product is the gradient of the weight."""
+    x, grad = _rows(x), _rows(grad)
+    return (x.t(), grad) if across else (grad.t(), x)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    """`_Product` of an input with any number of dims before its last."""
+    out: Tensor = _Product.apply(_rows(x), weight, bias, across, later)  # type: ignore[no-untyped-call]
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.across, ctx.later, ctx.weight, ctx.bias = across, later, weight, bias
+        ctx.first = not later.held
+        with _without_autocast(x.device.type):
+            there = weight.to(x.dtype)
+            return F.linear(x, there.t() if across else there, _same(bias, x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight), later, across, bias = grads, ctx.saved_tensors, ctx.later, ctx.across, ctx.bias
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_x = of_weight = of_bias = None
+        if wants_x:
+            there = weight.to(grad.dtype)
+            of_x = grad @ (there.t() if across else there)
+        if wants_weight or wants_bias:
+            held = _held(ctx)
+            put_off = [leaf if held and wanted and _waits(leaf) else None for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))]
+            if any(leaf is not None for leaf in put_off):
+                later.put(partial(_arrive_products, x.detach(), grad.detach(), across, *put_off))
+            if wants_weight and put_off[0] is None:
+                of_weight = torch.mm(*_factors(x, grad, across)).to(weight.dtype)
+            if wants_bias and put_off[1] is None:
+                of_bias = grad.sum(0).to(bias.dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _arrive_products(x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None) -> None:
+    """The gradients of weight and bias, as `_arrive` has it; the weight's is added up within its product."""
+    if weight is not None:
+        a, b = _factors(x, grad, across)
+        into = weight.grad
+        if into is None or into.dtype is not a.dtype:
+            _arrive(weight, a @ b)
+        else:
+            into.addmm_(a, b)
+            call_after_accumulation(weight)
+    if bias is not None:
+        _arrive(bias, _rows(grad).sum(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------- convolutions
+
+
+def _convolution(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def convolve(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Tensor:
+        later = _deferring(weight)
+        if later is None or isinstance(padding, str) or input.ndim != dims + 2:
+            return plain(input, weight, bias, stride, padding, dilation, groups)
+        how = (*(_each(n, dims) for n in (stride, padding, dilation)), False, [0] * dims, groups)
+        return _Convolution.apply(_cast(input), weight, bias, how, later)  # type: ignore[no-any-return, no-untyped-call]
+
+    convolve.__name__ = convolve.__qualname__ = plain.__name__
+    convolve.__doc__ = f"torch.nn.functional.{plain.__name__}."
+    return convolve
+
+
+def _each(n: int | Sequence[int], dims: int) -> list[int]:
+    numbers = [n] if isinstance(n, int) else list(n)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+conv1d, conv2d, conv3d = _convolution(F.conv1d, 1), _convolution(F.conv2d, 2), _convolution(F.conv3d, 3)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
+        ctx.first = not later.held
+        with _without_autocast(x.device.type):
+            return torch.convolution(x, weight.to(x.dtype), _same(bias, x), *how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight), later, bias = grads, ctx.saved_tensors, ctx.later, ctx.bias
+        wanted = list(ctx.needs_input_grad[:3])
+        held = _held(ctx)
+        put_off = [held and wants and _waits(leaf) for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)]
+        if any(put_off):
+            later.put(_convolution_later(x, grad, ctx.how, ctx.weight if put_off[0] else None, bias if put_off[1] else None, weight.shape))
+        now = [wanted[0], wanted[1] and not put_off[0], wanted[2] and not put_off[1]]
+        found = _convolution_grads(grad, x, weight, ctx.how, now) if any(now) else (None, None, None)
+        like = (x, weight, bias)
+        return *(g.to(t.dtype) if wants else None for g, t, wants in zip(found, like, now, strict=True)), None, None
+
+
+def _convolution_grads(grad: Tensor, x: Tensor, weight: Tensor, how: tuple[Any, ...], mask: list[bool]) -> tuple[Any, ...]:
+    stride, padding, dilation, transposed, more, groups = how
+    bias = [weight.shape[0]] if mask[2] else None
+    weight = weight.to(grad.dtype)
+    return torch.ops.aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, more, groups, mask)  # type: ignore[no-any-return]
+
+
+def _convolution_later(
+    x: Tensor, grad: Tensor, how: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
+) -> Callable[[], None]:
+    x, grad = x.detach(), grad.detach()
+
+    def work() -> None:
+        # Of the weight only shape and dtype matter here.
+        stand_in = grad.new_empty(1).expand(shape) if weight is None else weight.detach()
+        found = _convolution_grads(grad, x, stand_in, how, [False, weight is not None, bias is not None])
+        for leaf, g in ((weight, found[1]), (bias, found[2])):
+            if leaf is not None:
+                _arrive(leaf, g)
+
+    return work
+
+
+#: What stands for which function of torch.
+DEFERRED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    operator.matmul: matmul,
+    F.conv1d: conv1d,
+    F.conv2d: conv2d,
+    F.conv3d: conv3d,
+}
+#: Of these, what a program that runs as it stands may take instead.
+LIGHTER: dict[Callable[..., Any], Callable[..., Any]] = {linear: lighter_linear, matmul: lighter_matmul}

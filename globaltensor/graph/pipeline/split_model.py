@@ -1,0 +1,238 @@
+"""``flow.pipeline``: a model cut into stages, and the schedules by which stages take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..._base import torch_private
+from ..._ops.dispatch import meeting
+from ...errors import GlobalTensorError
+from ..module_settings import Block
+from ..pytree import replaced, tensors_in
+from . import *  # noqa: F403
+from ...parallel.module_to_global import module_to_global
+from ...sharding.placement import Placement
+from ...sharding.sbp import broadcast
+from ...sharding.spec import layout_on
+from ..._tensor.global_tensor import GlobalTensor
+
+__all__ = ["cut"]
+
+
+def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[str] | None = None, sbp: Any = broadcast) -> torch.nn.Module:
+    """Cut ``model`` into ``len(placements)`` pipeline stages and place its parameters; returns the model. Every graph that holds it runs it in these stages.
+
+    ``at``: paths of the submodules with which stages 1, 2, ... begin, in the order of the model (``named_modules``), in which they must run. None: the
+    largest ``ModuleList`` or ``Sequential`` is cut so that the bytes of parameters are shared as evenly as its blocks allow; what stands before it goes to
+    the first stage, what comes after to the last. ``sbp``: as for ``module.to_global``, paths being those in ``model``; one for all stages.
+    A weight that two stages use lies in the first of them and is sent to the other. Outside a graph the model runs its stages one after the other,
+    and what its forward computes between them from tensors of several stages (a skip connection, a loss) takes place in the stage that ran last.
+    Raises GlobalTensorError where a path does not exist, the order is another, or there are fewer blocks than stages.
+
+    >>> import globaltensor as flow
+    >>> here = flow.placement("cpu", [0])
+    >>> model = cut(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)), [here, here], at=["2"])
+    >>> [part.__dict__["_stage"].stage_id for part in model]
+    [0, 0, 1]
+    """
+    placements = () if isinstance(placements, Placement) else list(placements)
+    if not placements or not all(isinstance(p, Placement) for p in placements):
+        raise GlobalTensorError("pipeline.cut: placements is a list of globaltensor.sharding.placement, one for each stage")
+    order = [path for path, _ in model.named_modules() if path]
+    begins = list(at) if at is not None else _even(model, order, len(placements))
+    unknown = [path for path in begins if path not in order]
+    if unknown:
+        has = ", ".join(map(repr, order[:8]))
+        raise GlobalTensorError(f"pipeline.cut: the model has no submodule {', '.join(map(repr, unknown))}; among others it has {has}")
+    if len(begins) != len(placements) - 1:
+        raise GlobalTensorError(f"pipeline.cut: {len(placements)} stages need {len(placements) - 1} places where stages begin, but at= names {len(begins)}")
+    places = [order.index(path) for path in begins]
+    if places != sorted(set(places)):
+        raise GlobalTensorError(f"pipeline.cut: at= must name submodules in the order of the model, each once; got {', '.join(map(repr, begins))}")
+    stage_of = {path: sum(i >= place for place in places) for i, path in enumerate(order)}
+    beside = {begin.rpartition(".")[0] for begin in begins}
+    parts = [(path, module) for path, module in model.named_modules() if path and _outermost(path, begins)]
+    # What has no parameters and stands apart from the blocks (rotary tables, masks) runs wherever it is used.
+    parts = [(path, m) for path, m in parts if next(m.parameters(), None) is not None or path.rpartition(".")[0] in beside]
+    return staged(model, placements, [(path, stage_of[path]) for path, _ in parts], sbp)
+
+
+def staged(model: torch.nn.Module, placements: Sequence[Placement], parts: Sequence[tuple[str, int]], sbp: Any) -> torch.nn.Module:
+    """Put submodules, none within another, into stages, in place: (path, stage), those of stage 0 first where a weight is tied. What holds them, and is none
+    of them, has its own tensors in stage 0."""
+    done: dict[int, tuple[Any, Any]] = {}  # id of a tensor -> (it, what it has become): tied weights stay tied
+    inside = set()
+    for path, stage in parts:
+        module = model.get_submodule(path)
+        inside.update(f"{path}.{name}".rstrip(".") for name, _ in module.named_modules())
+        _place(module, path, placements[stage], sbp, done)
+        for each in _running(module):
+            block = Block()
+            block.set_stage(stage, placements[stage])
+            each.__dict__["_stage"] = block
+            each.register_forward_pre_hook(_enter, with_kwargs=True)
+            each.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+    for path, module in model.named_modules():
+        if path not in inside:
+            _place(module, path, placements[0], sbp, done, recurse=False)
+    model.register_forward_pre_hook(_Begin(placements[0]), prepend=True)
+    model.register_forward_hook(_end, always_call=True)
+    return model
+
+
+def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The module, or the modules in a list that itself is never called."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for child in module.children():
+            yield from _running(child)
+    else:
+        yield module
+
+
+class _Begin:
+    """A forward pre-hook of a model in stages: from here on an op whose operands lie in several of them takes place where the stage lies that ran last."""
+
+    def __init__(self, first: Placement) -> None:
+        self.first = first
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        before = module.__dict__.setdefault("_met_before", [])
+        if before:  # an interrupt has left the pass before without its end
+            before.clear()
+            meeting.models = meeting.stages = 0
+            meeting.where = None
+        before.append(meeting.where)
+        meeting.models += 1
+        meeting.where = None if torch_private.function_mode_on() else self.first  # under capture that is the graph's affair (graph/capture/recorders.py)
+
+
+def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
+    meeting.where = module.__dict__["_met_before"].pop()
+    meeting.models -= 1
+
+
+def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair (graph/capture/module_hooks.py)."""
+    if torch_private.function_mode_on():
+        return None
+    _given_back(module)  # what an interrupt has left
+    where = module.__dict__["_stage"].placement
+    entered: list[Any] = module.__dict__.setdefault("_entered", [])
+    entered.append(meeting.where)
+    meeting.where, meeting.stages = where, meeting.stages + 1
+    borrowed = module.__dict__.setdefault("_borrowed", [])
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, t in held.items():
+                if isinstance(t, GlobalTensor) and t.placement is not where:
+                    # What training writes into a buffer goes back.
+                    borrowed.append((held, name, t, held is part._buffers and part.training))
+                    held[name] = _brought(t, where)
+    these = iter([_brought(t, where) for t in tensors_in(kwargs, tensors_in(args, []))])
+    return replaced(args, these), replaced(kwargs, these)
+
+
+def _brought(t: Any, where: Placement) -> Any:
+    return t.to_global(placement=where, sbp=layout_on(where, t.sbp)) if isinstance(t, GlobalTensor) and t.placement is not where else t
+
+
+def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    _given_back(module, True)
+    entered = module.__dict__.get("_entered")
+    if not entered:
+        return  # it ran under capture
+    before = entered.pop()
+    meeting.stages -= 1
+    if meeting.stages or not meeting.models:
+        meeting.where = before  # within another stage that one goes on; between the stages of a model the last that ran counts
+
+
+def _given_back(module: torch.nn.Module, written: bool = False) -> None:
+    """Put what a stage has borrowed back to its place; ``written``: with what it has written into buffers."""
+    for held, name, t, buffer in reversed(module.__dict__.pop("_borrowed", [])):
+        lent, held[name] = held[name], t
+        if written and buffer and isinstance(lent, GlobalTensor):
+            with torch.no_grad():
+                value = lent.detach().to_global(placement=t.placement, sbp=layout_on(t.placement, t.sbp))
+                if value.shape == t.shape:
+                    t.copy_(value)
+                else:
+                    held[name] = value
+
+
+def _outermost(path: str, begins: Sequence[str]) -> bool:
+    """Whether a submodule lies in one stage, and what holds it does not: it is no ancestor of a beginning, but its parent is one."""
+    parent = path.rpartition(".")[0]
+    return not _holds(path, begins) and (not parent or _holds(parent, begins))
+
+
+def _holds(path: str, begins: Sequence[str]) -> bool:
+    return any(begin.startswith(f"{path}.") for begin in begins)
+
+
+def _place(module: torch.nn.Module, path: str, placement: Placement, sbp: Any, done: dict[int, tuple[Any, Any]], recurse: bool = True) -> None:
+    """Make what is not placed yet global; patterns and callables see paths of the whole model."""
+    from ...parallel.module_to_global import sbp_for
+
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for held in (part._parameters, part._buffers):
+            for name, t in held.items():
+                if t is None:
+                    continue
+                if id(t) not in done:
+                    full = ".".join(piece for piece in (path, prefix, name) if piece)
+                    done[id(t)] = (t, _global(t, placement, sbp_for([broadcast] * placement.axes if sbp is broadcast else sbp, full, t, placement.axes)))
+                held[name] = done[id(t)][1]
+
+
+def _global(t: torch.Tensor, placement: Placement, layout: Any) -> Any:
+    holder = torch.nn.Module()
+    if isinstance(t, torch.nn.Parameter):
+        holder.register_parameter("t", t)
+    else:
+        holder.register_buffer("t", t)
+    module_to_global(holder, placement, layout)
+    return holder.t
+
+
+def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str]:
+    """Where stages begin so that the largest has as few bytes of parameters as can be."""
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) >= stages]
+    if not lists:
+        raise GlobalTensorError(f"pipeline.cut: the model has no list of at least {stages} blocks to cut: say with at= where stages begin")
+    path, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    inner = [f"{path}.{name}".lstrip(".") for name, _ in blocks.named_children()]
+    first, last = order.index(inner[0]), max(i for i, other in enumerate(order) if other == inner[-1] or other.startswith(f"{inner[-1]}."))
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks.children()]
+    seen: set[int] = {id(p) for p in blocks.parameters()}
+    for i, other in enumerate(order):
+        own = [p for p in model.get_submodule(other).parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        if i < first:
+            sizes[0] += sum(p.nbytes for p in own)
+        elif i > last:
+            sizes[-1] += sum(p.nbytes for p in own)
+    return [inner[i] for i in _cuts(sizes, stages)]
+
+
+def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where to cut a row of sizes into so many parts, none empty, the largest as small as can be.
+
+    >>> _cuts([5, 1, 1, 2, 5], 3)
+    [1, 4]
+    """
+    n = len(sizes)
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    best = [(ends[j], ends[j] ** 2, [0]) for j in range(n + 1)]  # of the first j blocks in one part: (largest, how uneven, beginnings)
+    for part in range(1, parts):
+        best = [min((_with(best[i], ends[j] - ends[i], i) for i in range(part, j)), default=(1 << 62, 0, [])) for j in range(n + 1)]
+    return best[n][2][1:]
+
+
+def _with(before: tuple[int, int, list[int]], size: int, begin: int) -> tuple[int, int, list[int]]:
+    return max(before[0], size), before[1] + size**2, [*before[2], begin]

@@ -1,0 +1,103 @@
+"""Which stage each op of a captured graph belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...sharding.placement import Placement
+from ..._ops.call_plan import tensors_in
+from ..._tensor.global_tensor import GlobalTensor
+from ..capture.capture import Captured
+from ..errors import GraphError
+from ..passes.alias_analysis import Memory
+from ..program.nodes import Step
+
+__all__ = ["stages_of_nodes"]
+
+_NO_CALL = ("placeholder", "get_attr", "output")
+
+
+def stages_of_nodes(
+    captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], memory: Memory, boxes: Collection[fx.Node]
+) -> dict[fx.Node, int | None]:
+    """The stage of each node of a rank's program; None: of none, computed wherever it is used.
+
+    A node is of the stage of the user's call that it is part of (`_stages_of_calls`), else of the latest stage of what it works on. What follows from plain
+    tensors alone is of none; but random numbers are drawn once, in the first stage that uses them. ``boxes`` go between placements.
+    """
+    found: dict[fx.Node, int | None] = {}
+    nodes = list(captured.program.nodes)
+    given = {node: not isinstance(t, GlobalTensor) for node, t in zip(nodes, inputs, strict=False)}
+    plain = _plain(nodes, given, memory)
+    calls = _stages_of_calls(captured.logical, placements)
+    for node in nodes:
+        if node.op in _NO_CALL or node in plain:
+            found[node] = None
+            continue
+        own = calls.get(node.meta.get("call", -1), node.meta.get("stage"))
+        if own is None:
+            own = max((s for a in node.all_input_nodes if (s := found[a]) is not None), default=None)
+        found[node] = own
+    for node in reversed(nodes):
+        if found[node] is None and node.meta.get("random") and node not in boxes:
+            found[node] = min((s for u in node.users if (s := found[u]) is not None), default=None)
+    return found
+
+
+def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: Memory) -> set[fx.Node]:
+    """What follows from constants and plain inputs (``given``: of each input, whether it is plain) alone, and is the same each time."""
+    found: set[fx.Node] = set()
+    tainted: set[Any] = set()  # memory that something else writes to
+    while True:
+        before = len(tainted)
+        found.clear()
+        for node in nodes:
+            ours = given.get(node, False) or node.op == "get_attr"
+            if node.op in ("call_function", "call_method"):
+                ours = not isinstance(node.target, Step) and not node.meta.get("random") and all(a in found for a in node.all_input_nodes)
+                ours = ours and not any(t.requires_grad for t in tensors_in(node.meta.get("val"), []))
+                ours = ours and "spec" not in node.meta  # a part of a global tensor, be it the placeholder that a rank outside its placement holds
+            if ours and memory.of(node) not in tainted:
+                found.add(node)
+            else:
+                tainted |= memory.writes(node)
+        if len(tainted) == before:
+            return found
+
+
+def _stages_of_calls(logical: fx.Graph, placements: Sequence[Placement]) -> dict[int, int | None]:
+    """The stage of each of the user's calls, by its number."""
+    found: dict[fx.Node, int | None] = {}
+    floating: list[fx.Node] = []
+    for node in logical.nodes:
+        if node.op not in ("call_function", "call_method"):
+            found[node] = node.meta.get("starts")
+            continue
+        where = _placement(node)
+        stage = node.meta.get("stage")
+        if stage is None:
+            stage = max((s for a in node.all_input_nodes if (s := a.meta.get("starts", found[a])) is not None), default=None)
+            if stage is not None and where is not None and placements[stage] is not where:
+                later = [k for k, p in enumerate(placements) if p is where]
+                if not later:
+                    raise GraphError(f"{node.name} puts a tensor on {where!r}, where no stage of the pipeline lies\n  {node.meta.get('where', '')}")
+                stage = next((k for k in later if k >= stage), later[0])
+        found[node] = stage
+        if stage is None and where is not None:
+            floating.append(node)
+    for node in reversed(floating):
+        where = _placement(node)
+        first = min((s for u in node.users if (s := found.get(u)) is not None), default=None)
+        here = [k for k, p in enumerate(placements) if p is where]
+        # As late as can be before those who use it.
+        found[node] = max((k for k in here if first is not None and k <= first), default=here[0] if here else None)
+    return {node.meta["call"]: stage for node, stage in found.items() if "call" in node.meta}
+
+
+def _placement(node: fx.Node) -> Placement | None:
+    """Where the first global tensor lies that a call gives."""
+    return next((t._spec.placement for t in tensors_in(node.meta.get("val"), []) if isinstance(t, GlobalTensor)), None)

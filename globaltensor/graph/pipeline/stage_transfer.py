@@ -1,0 +1,343 @@
+"""What crosses the borders between stages: values one way, gradients the other, beside the computation.
+
+Each is cut into the pieces that boxing's exchange would send; a piece is a message. Between two ranks messages of one direction have a fixed order, that
+in which the sender's row of the schedule makes them; both sides work it out, so nothing has to be named. Receives are posted ahead, in that order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...boxing.moves import gives, takes
+from ...distributed.communicator import Channel, Message
+from ...distributed.world import World
+from ...errors import ScheduleError, WorldError
+from ..._tensor.gradients.flat_buffers import Room
+from ...sharding.spec import Spec
+from .schedule import Schedule
+
+__all__ = ["Edge", "Route", "Transfer", "lane_of"]
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Output number ``output`` of stage ``source``, which lies as ``src``, becomes input number ``input`` of stage ``target``, lying as ``dst`` there.
+
+    Neither is partial; ``source < target``, neighbours or not. ``source`` -1: an input of the call, given for each micro-batch as ``dst``.
+    """
+
+    source: int
+    output: int
+    target: int
+    input: int
+    src: Spec
+    dst: Spec
+    differentiable: bool
+
+
+class Route(NamedTuple):
+    """One direction of an edge: its values, or its gradients (``back``). ``number`` is that of the edge."""
+
+    number: int
+    edge: Edge
+    back: bool
+
+    @property
+    def ends(self) -> tuple[Spec, Spec]:
+        """(how it lies where it comes from, how where it goes)."""
+        return (self.edge.dst, self.edge.src) if self.back else (self.edge.src, self.edge.dst)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """(where it comes from, where it goes)."""
+        return (self.edge.target, self.edge.source) if self.back else (self.edge.source, self.edge.target)
+
+    @property
+    def what(self) -> str:
+        """What its receiver waits for."""
+        return f"the gradient of output {self.edge.output}" if self.back else f"input {self.edge.input}"
+
+    def reaches(self, rank: int) -> bool:
+        """Whether a rank needs its values. An arriving gradient becomes the dual of ``src``: along a broadcast axis all ranks but the first have zero."""
+        spec = self.ends[1]
+        where = spec.placement.coordinate(rank)
+        return where is not None and not (self.back and any(i and e.is_broadcast for i, e in zip(where, spec.layout, strict=True)))
+
+    def taken(self, rank: int) -> list[tuple[int, Slices, Slices]]:
+        """(from whom, where it lies there, where it goes here) of each piece that ``rank`` gets."""
+        return takes(*self.ends, rank) if self.reaches(rank) else []
+
+    def given(self, rank: int) -> list[tuple[int, Slices]]:
+        """(to whom, where it lies here) of each piece that ``rank`` sends."""
+        return [piece for piece in gives(*self.ends, rank) if self.reaches(piece[0])]
+
+
+class _Pool:
+    """Memory of one route that serves again once nobody refers to it. (Devices other than CPUs have allocators that keep what is let go.)"""
+
+    def __init__(self, idle: int) -> None:
+        self._idle = idle
+        self._all: list[Room] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        nbytes = numel * dtype.itemsize
+        room = next((room for room in self._all if room.nbytes == nbytes and room.free), None)
+        if room is None:
+            self._all.append(room := Room(nbytes))
+        return room.lend(dtype)
+
+    def trim(self) -> None:
+        """Keep only so many that nobody uses."""
+        idle = [i for i, room in enumerate(self._all) if room.free]
+        for i in reversed(idle[self._idle :]):
+            del self._all[i]
+
+
+class _Piece(NamedTuple):
+    message: Message
+    into: Slices
+    flat: Tensor | None  # where it lands, unless that is its place already
+
+
+class _Arrival:
+    """A value of one micro-batch that comes in, in pieces."""
+
+    __slots__ = ("out", "pieces")
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+        self.pieces: dict[int, _Piece] = {}
+
+
+class _Intake:
+    """The messages from one rank, in order, and how far they have been asked for."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.channel: Channel | None = None  # once they are connected
+        self.order: list[tuple[Route, int]] = []
+        self.places: dict[tuple[Route, int], int] = {}
+        self.asked = 0
+        self.open: dict[Route, int] = {}
+
+    def add(self, route: Route, micro: int) -> None:
+        self.places[route, micro] = len(self.order)
+        self.order.append((route, micro))
+
+
+class Transfer:
+    """The borders of one rank. ``credits``: how many receives of a route may be posted, and how many idle buffers of it are kept. ``waited``: seconds for
+    which `receive` waited for messages, what it had to do itself not counted; whoever reads it may set it back.
+
+    A run begins with `begin`, ends with `finish`; between them each value is sent and received once, in any order that the schedule allows.
+    """
+
+    def __init__(self, here: World, edges: Sequence[Edge], schedule: Schedule, lanes: dict[int, int], credits: int) -> None:
+        self._here, self._credits = here, credits
+        used = {(action.kind == "F", action.stage) for row in schedule.rows for action in row if action.kind != "W"}
+        crossing = [(number, edge) for number, edge in enumerate(edges) if edge.source >= 0]
+        routes = [Route(number, edge, False) for number, edge in crossing] + [Route(number, edge, True) for number, edge in crossing if edge.differentiable]
+        self.routes = [route for route in routes if (not route.back, route.stages[0]) in used]
+        self._taken = {route: route.taken(here.rank) for route in self.routes}
+        self._given = {route: route.given(here.rank) for route in self.routes}
+        self._shape = {route: route.ends[1].local_shape(here.rank) for route in self.routes}
+        self._pools: dict[Route, _Pool] = {route: _Pool(credits) for route in self.routes}
+        self._arrivals: dict[tuple[Route, int], _Arrival] = {}
+        self._sent: list[tuple[Message, Route, int, int]] = []
+        self.waited = 0.0
+        self._intakes: dict[tuple[int, str], _Intake] = {}
+        for route, micro, who in self._expected(schedule, lanes):
+            self._intakes.setdefault((who, _wire(route)), _Intake(who)).add(route, micro)
+        self._connected = False
+
+    def _expected(self, schedule: Schedule, lanes: dict[int, int]) -> Iterator[tuple[Route, int, int]]:
+        """(route, micro-batch, rank it comes from) of all messages to this rank; from each rank in the order in which it sends them."""
+        for who in sorted({piece[0] for pieces in self._taken.values() for piece in pieces} - {self._here.rank}):
+            for action in schedule.rows[lanes[who]]:
+                for route in self.leaving(action.kind, action.stage):
+                    if any(piece[0] == who for piece in self._taken[route]):
+                        yield route, action.micro, who
+
+    def _connect(self) -> None:
+        me = self._here.rank
+        out = {(to, _wire(route)) for route, pieces in self._given.items() for to, _ in pieces if to != me}
+        ways = [(who, me, wire) for who, wire in self._intakes] + [(me, to, wire) for to, wire in out]
+        # Opening a channel may wait for its other side: all ranks go by one order.
+        for source, target, wire in sorted(ways):
+            channel = self._here.channel(source, target, self._here.device(wire))
+            try:
+                channel.connect()
+            except WorldError as error:
+                raise WorldError(f"rank {me}: cannot connect with rank {source + target - me}, which has a stage beside one of its own: {error}") from error
+            if target == me:
+                self._intakes[source, wire].channel = channel
+
+    def leaving(self, kind: str, stage: int) -> list[Route]:
+        """What an action sends, in order."""
+        return [r for r in self.routes if r.stages[0] == stage and r.back == (kind != "F")] if kind != "W" else []
+
+    def begin(self) -> None:
+        """Post the first receives. The first time all ranks come here together."""
+        if not self._connected:
+            self._connect()
+            self._connected = True
+        for intake in self._intakes.values():
+            intake.asked, intake.open = 0, {}
+        for intake in self._intakes.values():
+            self._ask(intake)
+
+    def send(self, route: Route, micro: int, value: Tensor) -> None:
+        """Start sending what others need of a value, which must be left alone until the run ends; what this rank needs itself is copied."""
+        self._check_part(route, value)
+        wire = self._here.device(_wire(route))
+        for to, where in self._given[route]:
+            piece = value[where].to(wire)
+            try:
+                message = self._here.channel(self._here.rank, to, wire).send(piece)
+            except WorldError as error:
+                raise WorldError(self._undelivered(route, micro, to, error)) from error
+            self._sent.append((message, route, micro, to))
+        for who, there, into in self._taken[route]:
+            if who == self._here.rank:
+                self._arrival(route, micro).out[into] = value[there].to(wire)
+        self.collect()
+
+    def _check_part(self, route: Route, value: Tensor) -> None:
+        spec = route.ends[0]
+        shape = spec.local_shape(self._here.rank)
+        if value.shape != shape or value.dtype is not spec.dtype:
+            what = f"a gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+            raise ScheduleError(
+                f"rank {self._here.rank}: stage {route.stages[0]} gives {what} of {value.dtype} {list(value.shape)}; "
+                f"its edge says {spec.dtype} {list(shape)}, this rank's part of {spec}"
+            )
+
+    def receive(self, route: Route, micro: int) -> Tensor:
+        """A value for this rank; waits for it. A gradient comes as the dual of what its output is. Raises WorldError, with what, where and from whom.
+
+        Whoever takes it goes on with `go_on`.
+        """
+        device = self._here.device(route.ends[1].placement.type)
+        if not route.reaches(self._here.rank):
+            return torch.zeros(self._shape[route], dtype=route.edge.src.dtype, device=device)
+        intakes = [self._intakes[who, _wire(route)] for who, _, _ in self._taken[route] if who != self._here.rank]
+        for intake in intakes:
+            self._ask(intake, intake.places[route, micro])
+        arrival = self._arrival(route, micro)
+        del self._arrivals[route, micro]
+        for who, piece in arrival.pieces.items():
+            try:
+                if not piece.message.over():
+                    began = time.perf_counter()
+                    piece.message.arrive()
+                    self.waited += time.perf_counter() - began
+                piece.message.wait()
+            except WorldError as error:
+                raise WorldError(self._lost(route, micro, who, error)) from error
+            if piece.flat is not None:
+                arrival.out[piece.into] = piece.flat.view([s.stop - s.start for s in piece.into])
+        for intake in intakes:
+            intake.open[route] -= 1
+        return arrival.out.to(device)
+
+    def go_on(self) -> None:
+        """Post the receives that there are credits for now, and let go of what has been sent."""
+        for intake in self._intakes.values():
+            self._ask(intake)
+        self.collect()
+
+    def collect(self) -> None:
+        """Let go of what has been sent, and of buffers that are too many."""
+        under_way = []
+        for entry in self._sent:
+            if entry[0].over():
+                self._delivered(*entry)
+            else:
+                under_way.append(entry)
+        self._sent = under_way
+        for pool in self._pools.values():
+            pool.trim()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been received."""
+        while self._sent:
+            self._delivered(*self._sent.pop(0))
+        for pool in self._pools.values():
+            pool.trim()
+
+    def forget(self) -> None:
+        """Let go of everything: a run has failed."""
+        self._arrivals.clear()
+        self._sent.clear()
+
+    def _delivered(self, message: Message, route: Route, micro: int, to: int) -> None:
+        try:
+            message.wait()
+        except WorldError as error:
+            raise WorldError(self._undelivered(route, micro, to, error)) from error
+
+    def _undelivered(self, route: Route, micro: int, to: int, error: WorldError) -> str:
+        (source, target), what = route.stages, f"gradient of input {route.edge.input}" if route.back else f"output {route.edge.output}"
+        return f"rank {self._here.rank}: stage {source} could not give the {what} of micro-batch {micro} to stage {target} on rank {to}: {error}"
+
+    def _lost(self, route: Route, micro: int, who: int, error: WorldError) -> str:
+        source, target = route.stages
+        return f"rank {self._here.rank}: stage {target} waited for {route.what} of micro-batch {micro} from stage {source} on rank {who}: {error}"
+
+    def _arrival(self, route: Route, micro: int) -> _Arrival:
+        found = self._arrivals.get((route, micro))
+        if found is None:
+            shape, spec, device = self._shape[route], route.ends[1], self._here.device(_wire(route))
+            flat = self._pools[route].take(math.prod(shape), spec.dtype, device)
+            found = self._arrivals[route, micro] = _Arrival(flat.view(shape))
+        return found
+
+    def _ask(self, intake: _Intake, upto: int = -1) -> None:
+        """Post receives, in order: all up to the one at ``upto``, and more while their routes have credits."""
+        while intake.asked < len(intake.order):
+            route, micro = intake.order[intake.asked]
+            if intake.asked > upto and intake.open.get(route, 0) >= self._credits:
+                return
+            assert intake.channel is not None
+            arrival, who = self._arrival(route, micro), intake.source
+            into = next(into for giver, _, into in self._taken[route] if giver == who)
+            place, flat = arrival.out[into], None
+            if not place.is_contiguous():
+                flat = self._pools[route].take(place.numel(), place.dtype, place.device)
+            try:
+                message = intake.channel.receive(place.view(-1) if flat is None else flat)
+            except WorldError as error:
+                raise WorldError(self._lost(route, micro, who, error)) from error
+            arrival.pieces[who] = _Piece(message, into, flat)
+            intake.open[route] = intake.open.get(route, 0) + 1
+            intake.asked += 1
+
+
+def _wire(route: Route) -> str:
+    """The type of device that the messages lie on: the host's where the two ends differ."""
+    source, target = (spec.placement.type for spec in route.ends)
+    return source if source == target else "cpu"
+
+
+def lane_of(placements: Sequence[Sequence[int]], schedule: Schedule) -> dict[int, int]:
+    """rank -> its lane. Raises ScheduleError where a rank would be on two."""
+    found: dict[int, int] = {}
+    for stage, ranks in enumerate(placements):
+        lane = schedule.lanes[stage]
+        for rank in ranks:
+            if found.setdefault(rank, lane) != lane:
+                raise ScheduleError(
+                    f"rank {rank} holds stage {stage} on lane {lane} and another on lane {found[rank]}: stages that share ranks belong on one lane"
+                )
+    return found

@@ -1,0 +1,236 @@
+"""Several boxings of one kind as one collective, begun now and awaited later if wanted; differentiable, and their gradients go as one collective back.
+
+Forward and backward (DESIGN §3): all_reduce <-> all_reduce, all_gather <-> reduce_scatter. Each is one move among the same ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..._base import torch_private
+from ...boxing import Move, log, plan
+from ...distributed.communicator import Handle, flatten
+from ...distributed.world import world
+from ...sharding.spec import Spec
+from .nodes import Step
+
+__all__ = ["Begin", "End", "Joint", "move_of"]
+
+KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter")
+_DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
+
+Finish = Callable[[], list[Tensor]]
+
+
+def move_of(src: Spec, dst: Spec) -> Move | None:
+    """The one move that this boxing is, and whose gradient is one such move back; None where it is something else."""
+    found = _only(src, dst)
+    back = None if found is None else _only(dst.dual(), src.dual())
+    return found if back is not None and found is not None and back.axes == found.axes else None
+
+
+def _only(src: Spec, dst: Spec) -> Move | None:
+    if src.placement is not dst.placement or src.shown is not src or dst.shown is not dst or src.dtype not in _DTYPES:
+        return None
+    moves = [m for m in plan(src, dst).moves if m.kind != "keep"]
+    if len(moves) != 1 or moves[0].kind not in KINDS or any(e.kind == "partial" and e.reduce != "sum" for e in (*src.layout, *dst.layout)):
+        return None
+    return moves[0]
+
+
+class Joint(Step):
+    """Boxings that are one move of one kind each, among the same ranks, of one dtype -> their results. ``routes``: (src, dst, what asked for it)."""
+
+    __module__ = "boxing"
+
+    def __init__(self, routes: Sequence[tuple[Spec, Spec, str]]) -> None:
+        self.routes = tuple(routes)
+        found = [move_of(src, dst) for src, dst, _ in routes]
+        assert all(m is not None for m in found), "only single moves can be joined"
+        self.moves: tuple[Move, ...] = tuple(m for m in found if m is not None)
+        self.kind = self.moves[0].kind
+        self.__name__ = self.kind if len(routes) == 1 else f"{self.kind}_of_{len(routes)}"
+
+    @cached_property
+    def back(self) -> Joint:
+        """The same for the gradients."""
+        return Joint([(dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}") for src, dst, why in self.routes])
+
+    def __call__(self, *locals_: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
+            return _Together.apply(self, *locals_)  # type: ignore[no-any-return, no-untyped-call]
+        return tuple(self.begin(locals_)())
+
+    def begin(self, locals_: Sequence[Tensor], logs: Any = None) -> Finish:
+        """Start it; the function returned waits and gives the results. ``locals_`` may be written to meanwhile."""
+        for src, dst, why in self.routes:
+            log.watch(plan(src, dst), why, logs)
+        here, placement = world(), self.moves[0].src.placement
+        if here.rank not in placement._coordinates:
+            kept = [t.detach() for t in locals_]
+            return lambda: kept
+        peers = placement.fiber(here.rank, self.moves[0].axes)
+        flats = [t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_]
+        return _BEGIN[self.kind](self, flats, here.comm(peers), peers, here.rank)
+
+
+def _joined(flats: Sequence[Tensor]) -> Tensor:
+    """The elements of all, in a buffer of their own."""
+    return torch.cat([flatten(t) for t in flats]) if len(flats) > 1 else flatten(flats[0]).clone()
+
+
+def _all_reduce(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+    buffer = _joined(locals_)
+    handle: Handle = comm.all_reduce_async(buffer, "sum")
+    shapes = [t.shape for t in locals_]
+
+    def finish() -> list[Tensor]:
+        handle.wait()
+        return [part.view(shape) for part, shape in zip(buffer.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True)]
+
+    return finish
+
+
+def _all_gather(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+    shapes = [[m.src.local_shape(r) for r in peers] for m in joint.moves]  # of each tensor, the part on each rank
+    numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
+    mine = _joined(locals_)
+    buffer = mine.new_empty(sum(map(sum, numels)))
+    handle: Handle = comm.all_gather_into_async(mine, [sum(n) for n in numels], buffer)
+
+    def finish() -> list[Tensor]:
+        handle.wait()
+        parts = [iter(theirs.split_with_sizes(n)) for theirs, n in zip(buffer.split_with_sizes([sum(n) for n in numels]), numels, strict=True)]
+        out = []
+        for move, shape in zip(joint.moves, shapes, strict=True):
+            pieces = [next(part).view(s) for part, s in zip(parts, shape, strict=True)]
+            out.append(torch.cat(pieces, move.src.layout[move.axes[0]].dim))
+        return out
+
+    return finish
+
+
+def _reduce_scatter(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+    chunks = []
+    for r in peers:
+        chunks.append(_joined([t[_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)]))
+    shapes = [m.dst.local_shape(rank) for m in joint.moves]
+    handle = comm.reduce_scatter_async(chunks, "sum")
+
+    def finish() -> list[Tensor]:
+        handle.wait()
+        return [part.view(shape) for part, shape in zip(handle.value.split_with_sizes([math.prod(s) for s in shapes]), shapes, strict=True)]
+
+    return finish
+
+
+def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
+    """Where the part of ``holder`` lies in what ``rank`` has."""
+    (offsets, lengths), origin = move.dst.box(holder), move.src.box(rank)[0]
+    return tuple(slice(o - at, o - at + n) for o, n, at in zip(offsets, lengths, origin, strict=True))
+
+
+_BEGIN: Final[dict[str, Callable[..., Finish]]] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+
+
+def _back(joint: Joint, grads: tuple[Tensor, ...], logs: Any) -> Finish:
+    """The gradients' way: begun, or gone where they are differentiated in turn."""
+    if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
+        gone = list(joint.back(*grads))
+        return lambda: gone
+    return joint.back.begin(grads, logs)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, *locals_: Tensor) -> tuple[Tensor, ...]:
+        ctx.joint, ctx.logs = joint, log.current_logs()
+        return tuple(joint.begin(locals_)())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *_back(ctx.joint, grads, ctx.logs)()
+
+
+class Pending:
+    """A collective under way. ``tokens``: stand-ins for its results, without memory, by which autograd knows what they are results of."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.tokens: tuple[Tensor, ...] = ()
+        self.finish: Finish | None = None  # of the forward pass
+        self.back: Finish | None = None  # of the backward pass
+
+
+class Begin(Step):
+    """Starts a `Joint`; what it gives is for `End`."""
+
+    __module__ = "boxing"
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.__name__ = f"begin_{joint.__name__}"
+
+    def __call__(self, *locals_: Tensor) -> Pending:
+        under_way = Pending(self.joint)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
+            under_way.tokens = _Begin.apply(under_way, *locals_)  # type: ignore[no-untyped-call]
+        else:
+            under_way.finish = self.joint.begin(locals_)
+        return under_way
+
+
+class End(Step):
+    """Waits for what `Begin` has started -> the results; of one boxing its result."""
+
+    __module__ = "boxing"
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.__name__ = f"end_{joint.__name__}"
+
+    def __call__(self, under_way: Pending) -> Any:
+        if under_way.tokens:
+            out = _End.apply(under_way, *under_way.tokens)  # type: ignore[no-untyped-call]
+            under_way.tokens = ()
+        else:
+            out = _finished(under_way)
+        return out if len(self.joint.routes) > 1 else out[0]
+
+
+def _finished(under_way: Pending) -> tuple[Tensor, ...]:
+    finish, under_way.finish = under_way.finish, None
+    assert finish is not None, "what was begun is awaited once"
+    return tuple(finish())
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, under_way: Pending, *locals_: Tensor) -> tuple[Tensor, ...]:
+        ctx.under_way = under_way
+        under_way.finish = under_way.joint.begin(locals_)
+        return tuple(locals_[0].new_zeros(()).expand(dst.local_shape(world().rank)) for _, dst, _ in under_way.joint.routes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        finish, ctx.under_way.back = ctx.under_way.back, None
+        return None, *finish()
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, under_way: Pending, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.under_way, ctx.logs = under_way, log.current_logs()
+        return _finished(under_way)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # Begun here, awaited where the gradient of the operand is wanted: what lies between runs meanwhile.
+        ctx.under_way.back = _back(ctx.under_way.joint, grads, ctx.logs)
+        return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

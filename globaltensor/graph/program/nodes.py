@@ -1,0 +1,116 @@
+"""What a program calls besides torch: boxings, steps that communicate, the backward pass. All act on this rank's local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._ops import random as draws, backward as gradients
+from ..._tensor.gradients import parameter_gather
+from ...boxing import box, plan
+from ..._ops.rules.deferred_mean import Count
+from ...sharding.spec import Spec
+from ..._tensor.global_tensor import GlobalTensor
+
+__all__ = ["Boxing", "Draw", "Gather", "Step", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
+
+set_grad_enabled = torch.set_grad_enabled
+
+
+class Step:
+    """A function of ours that is one step of a program. ``__name__`` is how the program prints it."""
+
+    __module__ = "steps"
+
+    def __init__(self, function: Callable[..., Any], name: str = "") -> None:
+        self.function = function
+        self.__name__ = (name or getattr(function, "__name__", "") or type(function).__name__).strip("<>_").lower() or "step"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+class Draw(Step):
+    """A random op: it draws from its own stream, equal on ranks that hold equal values. ``repeats``: whether it draws the same numbers when it runs again."""
+
+    __module__ = "steps"
+    repeats = False
+
+    def __init__(self, function: Callable[..., Any], coordinate: tuple[int, ...]) -> None:
+        super().__init__(function)
+        self.coordinate = coordinate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return draws.run(self.function, args, kwargs, self.coordinate)
+
+
+class Boxing(Step):
+    """A change of sbp or placement."""
+
+    __module__ = "boxing"
+
+    def __init__(self, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool) -> None:
+        self.src, self.dst, self.grad, self.why, self.alias = src, dst, grad, why, alias
+        moves = plan(src, dst).moves
+        self.__name__ = "_".join(m.kind for m in moves) or "keep"
+
+    def __call__(self, local: Tensor) -> Tensor:
+        return box(local, self.src, self.dst, self.grad, self.why, self.alias)
+
+
+class Gather(Step):
+    """A split parameter brought together for a use (_tensor/gradients/parameter_gather.py)."""
+
+    __module__ = "boxing"
+
+    def __init__(self, leaf: GlobalTensor, dst: Spec, why: str) -> None:
+        self.leaf, self.dst, self.why = leaf, dst, why
+        self.__name__ = "gathered"
+
+    def __call__(self, local: Tensor) -> Tensor:
+        return parameter_gather.gathered(self.leaf, self.leaf._spec, self.dst, self.why)
+
+
+def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, count: Count | None = None, *, retain_graph: bool = False) -> None:
+    """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is what this has yet to be divided by."""
+    reached = [i for i, t in enumerate(tensors) if t.requires_grad]
+    if reached:
+        starts = [seeds[i] if scale == 1.0 else seeds[i] * scale for i in reached]
+        if count is not None:
+            gradients.run_owing(tensors[0], starts[0], count, retain_graph)
+        else:
+            gradients.run([tensors[i] for i in reached], starts, retain_graph, False, None)
+    elif count is not None:
+        count.start()
+
+
+def counted(spec: Spec, most: int) -> Callable[[Tensor], Count]:
+    """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is ``most`` at most."""
+
+    def start(part: Tensor) -> Count:
+        count = Count(GlobalTensor.wrap(part, spec), most, programmed=True)
+        if not count.may_ride():
+            count.start()
+        return count
+
+    return start
+
+
+def count_of(count: Count) -> Tensor:
+    """Wait for it."""
+    whole = count()
+    return whole._local if isinstance(whole, GlobalTensor) else whole
+
+
+def autocast(*kinds: tuple[str, bool, torch.dtype]) -> None:
+    """Mixed precision from here on."""
+    torch.clear_autocast_cache()
+    for kind, on, dtype in kinds:
+        torch.set_autocast_enabled(kind, on)
+        torch.set_autocast_dtype(kind, dtype)

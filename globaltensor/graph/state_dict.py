@@ -1,0 +1,85 @@
+"""What a graph saves and takes back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from .._ops.methods import full
+from .._tensor.global_tensor import GlobalTensor
+from .errors import GraphError
+
+__all__ = ["load_state_dict", "not_copied", "state_dict"]
+
+STEP = "System-Train-TrainStep"  # OneFlow's name, and as there a tensor of one number
+TRAINING = ("optimizers", "lr_schedulers")
+
+
+def state_dict(graph: Any, destination: Any = None) -> Any:
+    out = OrderedDict() if destination is None else destination
+    for name, module in graph._modules.items():
+        out[name] = module.state_dict()
+    if graph._optimizers:
+        out["optimizers"] = [entry.optimizer.state_dict() for entry in graph._optimizers]
+        out["lr_schedulers"] = [[s.state_dict() for s in _schedules(entry)] for entry in graph._optimizers]
+        out[STEP] = torch.tensor([graph._steps])
+    if graph._scaler is not None:
+        out["grad_scaler"] = graph._scaler.state_dict()
+    out["rng"] = torch.get_rng_state()
+    return out
+
+
+def _schedules(entry: Any) -> list[Any]:
+    return list(entry.schedule) if isinstance(entry.schedule, (list, tuple)) else [entry.schedule] if entry.schedule is not None else []
+
+
+def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
+    if strict:
+        _check(graph, saved)
+    for name, module in graph._modules.items():
+        if name in saved:
+            module.load_state_dict(saved[name], strict=strict)
+    for entry, kept in zip(graph._optimizers, saved.get("optimizers", ()), strict=False):
+        entry.optimizer.load_state_dict(kept)
+    for entry, kept in zip(graph._optimizers, saved.get("lr_schedulers", ()), strict=False):
+        for schedule, one in zip(_schedules(entry), kept, strict=False):
+            schedule.load_state_dict(one)
+    if graph._scaler is not None and "grad_scaler" in saved:
+        graph._scaler.load_state_dict(saved["grad_scaler"])
+    graph.__dict__["_steps"] = int(_plain(saved.get(STEP, graph._steps)))
+    if "rng" in saved:
+        torch.set_rng_state(_plain(saved["rng"]))
+
+
+def _check(graph: Any, saved: Any) -> None:
+    """Before anything is loaded. What a graph without optimizers is given of those of another is no error: it evaluates what that one trains."""
+    wanted = [*graph._modules, *(TRAINING if graph._optimizers else ())]
+    other = [name for name in saved if name not in wanted and name not in (*TRAINING, STEP, "grad_scaler", "rng")]
+    missing = [name for name in wanted if name not in saved]
+    if missing:
+        had = ", ".join(map(str, saved))
+        raise RuntimeError(f"{graph.name}: the state has nothing for {', '.join(missing)} (it has {had}): pass strict=False to leave them")
+    if other:
+        raise RuntimeError(f"{graph.name}: the state has {', '.join(map(str, other))}, which the graph does not: pass strict=False to leave them")
+    if graph._optimizers:
+        has = [len(kept) for kept in saved["lr_schedulers"]]
+        mine = [len(_schedules(entry)) for entry in graph._optimizers]
+        if len(saved["optimizers"]) != len(mine) or has != mine:
+            raise RuntimeError(
+                f"{graph.name}: the state is of {len(saved['optimizers'])} optimizers with {has} schedulers, the graph has {len(mine)} with {mine}: add as "
+                "many, or pass strict=False to load those that both have"
+            )
+
+
+def not_copied(graph: Any, protocol: Any) -> Any:
+    """In place of ``__reduce_ex__``: a graph is code, and programs for the ranks of this job."""
+    raise GraphError(
+        f"{graph.name} cannot be saved, pickled or copied: it is code. Save graph.state_dict(), and load_state_dict() it into a graph that the same class makes"
+    )
+
+
+def _plain(x: Any) -> Any:
+    """A state may come as `to_global` has made it, every tensor of it global."""
+    return full(x) if isinstance(x, GlobalTensor) else x

@@ -1,0 +1,109 @@
+"""Compare replicas: where a layout is broadcast, ranks hold the same values, and only the program can have made them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .._base import torch_private
+from ..distributed.world import world
+from ..errors import DivergenceError
+from .._tensor.view_tracking import MovedView
+from .._tensor.promote import content_digest
+from ..sharding.spec import Spec
+from .._tensor.global_tensor import GlobalTensor
+
+__all__ = ["check_replicas", "replica_ranks"]
+
+_SHOWN = 8  # tensors, or ranks, that an error names
+
+
+def replica_ranks(spec: Spec, rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold the same part as ``rank``, itself among them, sorted; none outside the placement.
+
+    >>> from globaltensor.sharding.placement import placement
+    >>> from globaltensor.sharding.sbp import broadcast, split
+    >>> replica_ranks(Spec.make((4,), torch.float32, placement("cpu", [[0, 1], [2, 3]]), [broadcast, split(0)]), 3)
+    (1, 3)
+    """
+    if rank not in spec.placement._coordinates:
+        return ()
+    axes = [a for a, e in enumerate(spec.layout) if e.is_broadcast]
+    return tuple(sorted(spec.placement.fiber(rank, axes))) if axes else (rank,)
+
+
+def check_replicas(*targets: torch.nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Compare the replicas of tensors between ranks, bit by bit. Collective.
+
+    ``targets``: modules (parameters and buffers), optimizers (their state), tensors, or iterables of tensors; the same on every rank. A global tensor is
+    compared along the axes on which it is broadcast, a plain one between all ranks. Raises DivergenceError, on every rank, naming tensors and ranks.
+
+    Ranks that run the same operations keep their replicas equal, and each collective compares the operations; what writes into ``to_local()`` on one rank,
+    or loads other files there, is seen here. `flow.guard` does the same for every operand.
+
+    >>> import globaltensor as flow
+    >>> check_replicas(torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
+    """
+    here = world()
+    if here.size == 1:
+        return
+    mine = {}
+    for name, tensor in _named(targets):
+        if isinstance(tensor, GlobalTensor):
+            group = replica_ranks(tensor._spec, here.rank)
+            if len(group) > 1:
+                mine[name] = group, content_digest(tensor._local.detach()).hex()
+        else:
+            mine[name] = tuple(range(here.size)), content_digest(tensor.detach()).hex()
+    everyone = here.comm(tuple(range(here.size))).all_gather_object(mine)
+    wrong = []
+    for name in dict.fromkeys(n for held in everyone for n in held):
+        for group in dict.fromkeys(held[name][0] for held in everyone if name in held):
+            digests = {r: everyone[r][name][1] for r in group if name in everyone[r]}
+            if len(set(digests.values())) > 1 or len(digests) < len(group):
+                wrong.append(f"  {name}: {_grouped(digests, group)}\n")
+    if wrong:
+        more = f"  and {len(wrong) - _SHOWN} more\n" if len(wrong) > _SHOWN else ""
+        raise DivergenceError(
+            f"replicas differ between ranks, of {len(wrong)} tensor{'s' if len(wrong) > 1 else ''}:\n{''.join(wrong[:_SHOWN])}{more}"
+            "Something has changed them on some ranks only: a write into to_local(), another file, another random seed. To make them equal again, send the "
+            "first rank's to all: x.copy_(x.to_local().to_global(x.placement, sbp=broadcast))"
+        )
+
+
+def _grouped(digests: dict[int, str], group: Iterable[int]) -> str:
+    held: dict[str, list[int]] = {}
+    for r in group:
+        held.setdefault(digests.get(r, "no such tensor"), []).append(r)
+    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}: {text}" for text, ranks in held.items())
+
+
+def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the targets by a name; each once."""
+    seen: set[int] = set()
+    for i, target in enumerate(targets):
+        for name, tensor in _tensors(target, f"argument {i}"):
+            if id(tensor) not in seen and not torch_private.is_fake(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
+                seen.add(id(tensor))
+                if isinstance(tensor, MovedView):
+                    tensor._local  # noqa: B018 - it may have to be fetched, on all ranks
+                yield name, tensor
+
+
+def _tensors(target: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(target, torch.Tensor):
+        yield name, target
+    elif isinstance(target, torch.nn.Module):
+        yield from target.named_parameters()
+        yield from target.named_buffers()
+    elif isinstance(target, torch.optim.Optimizer):
+        for g, group in enumerate(target.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                for key, value in target.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"state {key} of parameter {p} in group {g}", value
+    else:
+        for k, inner in target.items() if isinstance(target, dict) else enumerate(target):
+            yield from _tensors(inner, f"{name}.{k}")

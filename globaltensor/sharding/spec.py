@@ -1,0 +1,286 @@
+"""Spec: the global shape, dtype, placement and sbp of a tensor, and which box of it each rank holds. Pure and interned."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+from ..errors import SbpError
+from .placement import Placement
+from .sbp import Sbp, as_layout, broadcast, dual
+
+__all__ = ["Spec", "Stored", "fitting", "layout_on", "pieces"]
+
+# setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
+_interning = threading.Lock()
+
+
+def layout_on(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
+    """How what lies as ``layout`` is to lie on another placement: alike where that has as many axes, else whole on all its ranks."""
+    return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
+
+
+def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
+    """Return the layout without splits of dims that a tensor of ``dims`` dims has not, and without partials other than sums, which admit no other values."""
+    return [broadcast if (e.is_split and e.dim >= dims) or e.reduce not in ("", "sum") else e for e in layout]
+
+
+@lru_cache(maxsize=1 << 14)
+def pieces(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
+    """Balanced split of ``n`` elements over ``parts``, in whole groups of ``unit`` -> (offset, length) of each part.
+
+    Of g groups the first g mod parts parts hold one more. The last group may be short.
+
+    >>> pieces(5, 3)
+    ((0, 2), (2, 2), (4, 1))
+    >>> pieces(12, 2, 4)
+    ((0, 8), (8, 4))
+    """
+    quotient, more = divmod(-(-n // unit), parts)
+    starts = [min(n, unit * (i * quotient + min(i, more))) for i in range(parts + 1)]
+    return tuple((a, b - a) for a, b in pairwise(starts))
+
+
+@lru_cache(maxsize=1 << 14)
+def nested(n: int, chain: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Pieces of pieces: ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order."""
+    boxes: tuple[tuple[int, int], ...] = ((0, n),)
+    for parts, unit in chain:
+        boxes = tuple((start + a, length) for start, size in boxes for a, length in pieces(size, parts, unit))
+    return boxes
+
+
+class Spec:
+    """What every rank knows of a global tensor: shape, dtype, placement and layout (its sbp, units included).
+
+    Interned: ``Spec.make`` gives the same object for equal arguments, so specs are compared by identity.
+    ``layout`` is canonical: negative dims are resolved, and a unit that changes nothing is 1.
+    """
+
+    __slots__ = ("__weakref__", "_boxes", "_text", "dtype", "layout", "placement", "sbp", "shape")
+    shape: torch.Size
+    dtype: torch.dtype
+    placement: Placement
+    layout: tuple[Sbp, ...]
+    sbp: tuple[Sbp, ...]
+    _boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    _text: bytes
+    # Weak: a spec lives as long as a tensor or a plan needs it, so the table is bounded and identity is equality.
+    _interned: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def make(cls, shape: Sequence[int], dtype: torch.dtype, placement: Placement, sbp: Sbp | Sequence[Sbp]) -> Spec:
+        """Raises SbpError where the sbp does not fit the placement's axes or the shape's dims."""
+        layout = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (list, tuple)) else as_layout(sbp, placement.axes)
+        key = (tuple(shape), dtype, placement, layout)
+        found = cls._interned.get(key)
+        if found is not None:
+            return found
+        layout = _canonical(key[0], placement, as_layout(sbp, placement.axes))
+        canonical = (key[0], dtype, placement, layout)
+        found = cls._interned.get(canonical)
+        if found is None:
+            found = object.__new__(cls)
+            set_ = object.__setattr__
+            set_(found, "shape", torch.Size(shape))
+            set_(found, "dtype", dtype)
+            set_(found, "placement", placement)
+            set_(found, "layout", layout)
+            set_(found, "sbp", tuple(e if e.unit == 1 else e.with_unit(1) for e in layout))
+            set_(found, "_boxes", {})
+            set_(found, "_text", b"")
+            with _interning:
+                found = cls._interned.setdefault(canonical, found)
+        cls._interned[key] = found
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("specs are immutable")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return made, (tuple(self.shape), self.dtype, self.placement, self.layout)
+
+    @property
+    def shown(self) -> Spec:
+        """What users are shown: the spec itself, save where a tensor is stored otherwise (`Stored`)."""
+        return self
+
+    @property
+    def plain(self) -> Spec:
+        """The spec of the same layout that is shown as it is."""
+        return self
+
+    @property
+    def text(self) -> bytes:
+        """The spec and its placement as bytes, the same on every rank."""
+        if not self._text:
+            object.__setattr__(self, "_text", f"{self!r} on {self.placement!r}".encode())
+        return self._text
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The placement axes that split ``dim``, outermost first."""
+        return tuple(a for a, e in enumerate(self.layout) if e.kind == "split" and e.dim == dim)
+
+    def chain(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """(parts, unit) of each axis that splits ``dim``, outermost first."""
+        return tuple((self.placement.shape[a], self.layout[a].unit) for a in self.axes_of(dim))
+
+    def box(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, lengths) of what ``rank`` holds; a rank outside the placement raises KeyError.
+
+        >>> Spec.make((5, 4), torch.float32, Placement("cpu", [0, 1]), Sbp("split", 0)).box(1)
+        ((3, 0), (2, 4))
+        """
+        found = self._boxes.get(rank)
+        if found is None:
+            where = self.placement._coordinates[rank]
+            offsets, lengths = [0] * len(self.shape), list(self.shape)
+            for axis, entry in enumerate(self.layout):
+                if entry.kind == "split":
+                    offset, length = pieces(lengths[entry.dim], self.placement.shape[axis], entry.unit)[where[axis]]
+                    offsets[entry.dim] += offset
+                    lengths[entry.dim] = length
+            found = self._boxes[rank] = (tuple(offsets), tuple(lengths))
+        return found
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor on ``rank``: ``(0,)`` outside the placement."""
+        return self.box(rank)[1] if rank in self.placement._coordinates else (0,)
+
+    def largest_shape(self) -> tuple[int, ...]:
+        """Shape of the largest local tensor."""
+        return tuple(max(length for _, length in nested(n, self.chain(dim))) for dim, n in enumerate(self.shape))
+
+    def local_numel(self) -> int:
+        """Elements of the largest local tensor."""
+        return math.prod(self.largest_shape())
+
+    def replace(
+        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+    ) -> Spec:
+        """The same spec with some parts changed."""
+        return Spec.make(
+            self.shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+            self.placement if placement is None else placement,
+            self.layout if layout is None else layout,
+        )
+
+    def dual(self) -> Spec:
+        """The spec of this tensor's gradient: S stays, B becomes P, P becomes B."""
+        return self.replace(layout=[dual(e) for e in self.layout])
+
+    def replicated(self) -> Spec:
+        """The same tensor, broadcast on every axis."""
+        return self.replace(layout=[broadcast] * self.placement.axes)
+
+    def __repr__(self) -> str:
+        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i").replace("bf", "bf")
+        return f"{short}{list(self.shape)} {' '.join(e.short for e in self.layout)}"
+
+
+class Stored(Spec):
+    """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what it is shown to hold (ZeRO, arXiv:1910.02054).
+
+    Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by ``shown``; the ranks along ``axes`` of the placement hold
+    the shares of one part, in order. The placement may have the axes of the shown one in another order.
+    """
+
+    __slots__ = ("axes", "shown")
+    axes: tuple[int, ...]
+    shown: Spec
+    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], Stored] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
+        """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split what ``shown`` does not."""
+        found = cls._kept.get((spec, shown))
+        if found is None:
+            found = object.__new__(cls)
+            set_ = object.__setattr__
+            for name in ("shape", "dtype", "placement", "layout", "sbp", "_boxes"):
+                set_(found, name, getattr(spec, name))
+            set_(found, "_text", b"")
+            set_(found, "axes", tuple(axes))
+            set_(found, "shown", shown)
+            with _interning:
+                found = cls._kept.setdefault((spec, shown), found)
+        return found
+
+    @property
+    def plain(self) -> Spec:
+        return Spec.make(self.shape, self.dtype, self.placement, self.layout)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return stored, (self.plain, self.shown, self.axes)
+
+    def replace(
+        self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
+    ) -> Spec:
+        """With another dtype it is still stored so; with another shape, placement or layout it is an ordinary spec."""
+        if shape is None and placement is None and layout is None:
+            return Stored.of(self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes)
+        return super().replace(shape=shape, dtype=dtype, placement=placement, layout=layout)
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Those whose shares make up what ``rank`` is shown to hold, in the order of the shares."""
+        return self.placement.fiber(rank, self.axes)
+
+    def share(self, rank: int, holder: int) -> tuple[slice, ...]:
+        """Where the share of ``holder`` lies in what ``rank``, one of its peers, is shown to hold."""
+        offsets = self.shown.box(rank)[0]
+        return tuple(slice(b - o, b - o + n) for b, n, o in zip(*self.box(holder), offsets, strict=True))
+
+    def __repr__(self) -> str:
+        return f"{self.shown!r} kept as {super().__repr__()}"
+
+
+def made(shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]) -> Spec:
+    """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow it, a method has none."""
+    return Spec.make(shape, dtype, placement, layout)
+
+
+def stored(spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
+    """The same of `Stored`."""
+    return Stored.of(spec, shown, axes)
+
+
+def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> tuple[Sbp, ...]:
+    """Resolve negative dims, refuse dims out of range, drop units that change nothing."""
+    out = []
+    for axis, entry in enumerate(layout):
+        if entry.kind == "split":
+            dim = entry.dim + len(shape) if entry.dim < 0 else entry.dim
+            if not 0 <= dim < len(shape):
+                raise SbpError(
+                    f"sbp splits dim {entry.dim} on axis {axis}, but the tensor has {len(shape)} dims (shape {list(shape)}): "
+                    + (f"use split(0) to split({len(shape) - 1})" if shape else "use broadcast or partial_sum for a 0-dim tensor")
+                )
+            entry = Sbp("split", dim, entry.unit)
+        out.append(entry)
+    for dim in {e.dim for e in out if e.kind == "split" and e.unit != 1}:
+        axes = [a for a, e in enumerate(out) if e.kind == "split" and e.dim == dim]
+        chain = tuple((placement.shape[a], out[a].unit) for a in axes)
+        if nested(shape[dim], chain) == nested(shape[dim], tuple((p, 1) for p, _ in chain)):
+            for a in axes:
+                out[a] = Sbp("split", dim)
+    return tuple(out)

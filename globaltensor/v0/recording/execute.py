@@ -1,0 +1,206 @@
+"""A record played in the ``build()`` of a graph: ops run on global tensors, in the mirrored view on this device's own; placements change by boxing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..._ops.creation import full
+from ...distributed.world import world
+from ...graph.graph import Graph
+from ...graph.pytree import replaced, tensors_in
+from ...sharding.placement import Placement
+from ...sharding.sbp import Sbp, broadcast, partial_sum, split
+from ..._tensor.global_tensor import GlobalTensor
+from ..session.device_layout import Layout
+from .program import Given, Record, Ref, Step
+
+__all__ = ["HOME", "JobGraph", "Variables"]
+
+HOME = Placement("cpu", [0])  # where arrays come in and go out: the master's process
+
+Pieces = list[Any]  # a value; of an unpacked blob one for each piece, in order
+
+
+class Variables(torch.nn.Module):
+    """The variables of a job by name. Several jobs hold the same parameters."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.numbers = {name: str(i) for i, name in enumerate(named)}  # names of variables may hold what torch forbids
+        self.held = torch.nn.ParameterDict(dict(zip(self.numbers.values(), named.values(), strict=True)))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.held[self.numbers[name]]
+        return found
+
+
+class JobGraph(Graph):
+    """One job as a graph. Inputs are global tensors at `HOME`; so are the results, one list of pieces for each value that the job returns."""
+
+    def __init__(self, record: Record, layout: Layout, variables: Variables) -> None:
+        super().__init__()
+        self.variables = variables
+        self.__dict__["_job"] = record, layout
+
+    def build(self, *inputs: torch.Tensor) -> list[Pieces]:
+        record, layout = self._job
+        replay = _Replay(record, layout, self.variables)
+        for given, value in zip(record.inputs, inputs, strict=True):
+            replay.take(given, value)
+        for step in record.steps:
+            replay.run(step)
+        if record.training:
+            replay.loss().backward()
+        return [[replay.home(ref, value) for value in replay.values[ref.index]] for ref in record.returned]
+
+
+class _Replay:
+    def __init__(self, record: Record, layout: Layout, variables: Variables) -> None:
+        self.record, self.layout, self.variables = record, layout, variables
+        self.everyone = layout.placement(layout.all)
+        self.values: dict[int, Pieces] = {}
+        self._brought: dict[tuple[int, int, Placement], torch.Tensor] = {}
+
+    def take(self, given: Given, value: torch.Tensor) -> None:
+        """An input: cut over the job's devices; in the mirrored view ``value`` has the devices' arrays along a new first dim."""
+        where = self.layout.placement(given.devices)
+        if given.mirrored:
+            value = value.to_global(where, split(0)).to_local()[0]  # type: ignore[attr-defined]
+        else:
+            value = value.to_global(where, broadcast if given.split is None else split(given.split))  # type: ignore[attr-defined]
+        self.values[given.index] = [value]
+
+    def run(self, step: Step) -> None:
+        own = getattr(self, f"_{step.op}") if isinstance(step.op, str) else None
+        where = self.layout.placement(step.devices)
+        if own is not None:
+            self.values[step.outs[0]] = own(step, where, *step.args)
+            return
+        pieces: list[Pieces] = [[] for _ in step.outs]
+        refs = tensors_in((step.args, step.kwargs), [], Ref)
+        for i in range(step.times):
+            given = [self._bring(ref, i, where, step.mirrored) for ref in refs]
+            args, kwargs = replaced((step.args, step.kwargs), iter(given), Ref)
+            for kept, made in zip(pieces, tensors_in(step.op(*args, **kwargs), []), strict=True):  # type: ignore[operator]
+                kept.append(made)
+        self.values.update(zip(step.outs, pieces, strict=True))
+
+    def loss(self) -> torch.Tensor:
+        """What the gradients are of: the sum over the losses of the mean over each one's elements."""
+        total: Any = None
+        for ref in self.record.losses:
+            pieces = self.values[ref.index]
+            for piece in pieces:
+                mean = piece.mean() / len(pieces)
+                if self.record.mirrored_of[ref.index]:
+                    mean = (mean / self.layout.size).to_global(self.everyone, partial_sum)
+                if total is not None and total.placement is not mean.placement:
+                    mean = mean.to_global(total.placement, broadcast)
+                total = mean if total is None else total + mean
+        return total  # type: ignore[no-any-return]
+
+    def home(self, ref: Ref, value: Any) -> torch.Tensor:
+        """A result where the master has it whole; of the mirrored view with one entry for each device along a new first dim."""
+        if self.record.mirrored_of[ref.index]:
+            value = value.detach().unsqueeze(0).to_global(self.everyone, split(0))
+        found: torch.Tensor = value.to_global(HOME, broadcast)
+        return found
+
+    def _bring(self, ref: Ref, i: int, where: Placement, mirrored: bool) -> Any:
+        pieces = self.values[ref.index]
+        i = i if len(pieces) > 1 else 0
+        value = pieces[i]
+        if mirrored or not isinstance(value, GlobalTensor) or value.placement is where:
+            return value
+        key = ref.index, i, where
+        found = self._brought.get(key)
+        if found is None:
+            found = self._brought[key] = moved(value, where)
+        return found
+
+    # Steps of its own: (step, placement, arguments) -> pieces
+
+    def _variable(self, step: Step, where: Placement, name: str, trainable: bool) -> Pieces:
+        found = self.variables[name]
+        if not trainable:
+            found = found.detach()
+        if found.placement is not where:  # type: ignore[attr-defined]
+            found = moved(found, where)
+        if step.mirrored:
+            found = found.to_global(sbp=broadcast).to_local()  # type: ignore[attr-defined]
+        return [found]
+
+    def _cast(self, step: Step, where: Placement, ref: Ref, sbp: Sbp | None, grad: Sbp | None) -> Pieces:
+        return [x.to_global(sbp=x.sbp if sbp is None else sbp, grad_sbp=grad) for x in self._all(ref, step, where)]
+
+    def _constant(self, step: Step, where: Placement, value: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
+        if step.mirrored:
+            return [torch.full(tuple(shape), value, dtype=dtype, device=world().device(where.type))]
+        return [full(tuple(shape), value, dtype=dtype, placement=where, sbp=broadcast)]
+
+    def _assign(self, step: Step, where: Placement, name: str, ref: Ref, keep: float) -> Pieces:
+        """A variable gets a value, in the mirrored view the mean of the devices' values; of several pieces one after the other."""
+        held = self.variables[name]
+        with torch.no_grad():
+            for value in self._all(ref, step, where):
+                if step.mirrored:
+                    value = (value / self.layout.size).to_global(self.everyone, partial_sum)
+                value = value.detach().to_global(held.placement, held.sbp)  # type: ignore[attr-defined]
+                held.copy_(held * keep + value * (1.0 - keep) if keep else value)
+        return self._variable(step, where, name, False)
+
+    def _random(self, step: Step, where: Placement, op: Any, ref: Ref, *args: Any) -> Pieces:
+        """An op that draws numbers: other ones for each part of a split batch, in the mirrored view for each device."""
+        out = []
+        for x in self._all(ref, step, where):
+            if step.mirrored:
+                out.append(op(x.unsqueeze(0).to_global(self.everyone, split(0)), *args).to_local()[0])
+            else:
+                out.append(op(x, *args))
+        return out
+
+    def _unpack(self, step: Step, where: Placement, ref: Ref, pieces: int) -> Pieces:
+        out = []
+        for x in self._all(ref, step, where):
+            rows = x.shape[0] // pieces
+            out += [_lying_as(x, x[i * rows : (i + 1) * rows]) for i in range(pieces)]
+        return out
+
+    def _pack(self, step: Step, where: Placement, ref: Ref, pieces: int) -> Pieces:
+        parts = self._all(ref, step, where)
+        return [_lying_as(parts[i], torch.cat(parts[i : i + pieces])) for i in range(0, len(parts), pieces)]
+
+    def _repeat(self, step: Step, where: Placement, ref: Ref, times: int) -> Pieces:
+        return [x for x in self._all(ref, step, where) for _ in range(times)]
+
+    def _acc(self, step: Step, where: Placement, ref: Ref, times: int) -> Pieces:
+        parts = self._all(ref, step, where)
+        return [sum(parts[i + 1 : i + times], parts[i]) for i in range(0, len(parts), times)]
+
+    def _own(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
+        return [x.to_global(self.everyone, broadcast if variable else split(0)).to_local() for x in self.values[ref.index]]
+
+    def _joined(self, step: Step, where: Placement, ref: Ref, variable: bool) -> Pieces:
+        out = []
+        for x in self.values[ref.index]:
+            if variable:  # every device has it
+                x = x.unsqueeze(0).to_global(self.everyone, split(0))[0]
+            else:
+                x = (x if x.dim() else x.unsqueeze(0)).to_global(self.everyone, split(0))
+            out.append(moved(x, where))
+        return out
+
+    def _all(self, ref: Ref, step: Step, where: Placement) -> Pieces:
+        return [self._bring(ref, i, where, step.mirrored) for i in range(len(self.values[ref.index]))]
+
+
+def moved(x: Any, where: Placement) -> Any:
+    """A global tensor on another placement, lying as it did; sums that are not made yet are made."""
+    return x.to_global(where, [broadcast if e.is_partial else e for e in x.sbp])
+
+
+def _lying_as(like: Any, x: Any) -> Any:
+    return x.to_global(sbp=[broadcast if e.is_partial else e for e in like.sbp]) if isinstance(x, GlobalTensor) and x.sbp != like.sbp else x

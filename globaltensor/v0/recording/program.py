@@ -1,0 +1,118 @@
+"""What a job function comes to: a list of steps on values that are known by number. Pure data, the same on every machine, that devices replay in a graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ...graph.pytree import tensors_in
+from ..session.device_layout import Devices
+from ..distribute import Distribute
+
+__all__ = ["Declared", "Given", "Record", "Ref", "Step"]
+
+
+class Ref(NamedTuple):
+    """A value of a record."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """``op``: a function of tensors, or the name of one of the replay's own steps. ``times``: how often it runs at each call (pieces of an unpacked blob)."""
+
+    op: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[int, ...]
+    devices: Devices
+    mirrored: bool
+    times: int
+    name: str
+
+    def __str__(self) -> str:
+        op = self.op if isinstance(self.op, str) else _told(self.op)
+        told = [*map(_told, self.args), *(f"{k}={_told(v)}" for k, v in self.kwargs.items())]
+        outs = ", ".join(f"%{i}" for i in self.outs)
+        return f"{outs} = {op}({', '.join(told)}) on {self.devices}{' mirrored' if self.mirrored else ''}  # {self.name}"
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same in every process: functions, which some steps are given, by name instead of by where they lie in memory."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
+        return f"({', '.join(map(_told, value))})"
+    return str(getattr(value, "__qualname__", None) or repr(value))
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A variable as a job first names it. ``regularizer``: factors of |w| and w**2 / 2 in the loss; ``seed``: of its starting values, None: by its name;
+    ``model_name``: "weight" or "bias", which older settings give learning rates of their own."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    initializer: Any
+    regularizer: tuple[float, float]
+    trainable: bool
+    distribute: Distribute
+    devices: Devices
+    seed: int | None = None
+    model_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input of a job: an array of this shape, or in the mirrored view one for each device. ``split``: the dim that is cut over the devices."""
+
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mirrored: bool
+    split: int | None
+    devices: Devices
+
+
+@dataclass
+class Record:
+    """A job, recorded. ``results``: what the function returned, blobs replaced by `Ref`s; ``optimizer``: an `optimizer.Optimizer`, for a job that trains."""
+
+    name: str
+    training: bool
+    inputs: list[Given] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    variables: dict[str, Declared] = field(default_factory=dict)
+    losses: list[Ref] = field(default_factory=list)
+    mirrored_of: dict[int, bool] = field(default_factory=dict)
+    optimizer: Any = None
+    results: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the variables that this job trains."""
+        return [name for name, declared in self.variables.items() if declared.trainable and declared.dtype.is_floating_point]
+
+    @property
+    def returned(self) -> list[Ref]:
+        """The values that the function returned, in order."""
+        found: Sequence[Ref] = tensors_in(self.results, [], Ref)
+        return list(found)
+
+    def lines(self) -> list[str]:
+        """The record as text, a line each."""
+        kind = "train" if self.training else "predict"
+        out = [f"{kind} job {self.name}({', '.join(f'%{g.index}: {g.name} {list(g.shape)} {g.dtype}' for g in self.inputs)})"]
+        out += [f"variable {d}" for d in self.variables.values()]
+        out += [str(step) for step in self.steps]
+        return [*out, f"losses {self.losses}, optimizer {self.optimizer!r}, returns {self.results!r}, {self.options!r}"]
+
+    def digest(self) -> str:
+        """Equal for records that do the same."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:16]

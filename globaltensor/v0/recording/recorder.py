@@ -1,0 +1,92 @@
+"""The job that is being recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from ..session.device_layout import Devices, Layout
+from ..errors import JobError
+from .program import Declared, Given, Record, Step
+from ..scope import Scope, current_scope, default_view, mirrored_view_enabled
+
+__all__ = ["Tape", "taping"]
+
+_current: ContextVar[Tape | None] = ContextVar("globaltensor.v0.recording.recorder", default=None)
+
+
+def taping() -> Tape | None:
+    """The job that is being recorded here; None outside of job functions."""
+    return _current.get()
+
+
+class Tape:
+    """Records one job. ``devices``, ``mirrored``, ``dtype``: what ops get where no scope says otherwise."""
+
+    def __init__(self, record: Record, layout: Layout, devices: Devices, mirrored: bool, dtype: Any) -> None:
+        self.record, self.layout, self.devices, self.mirrored, self.dtype = record, layout, layout.check(devices), mirrored, dtype
+        self.blobs_of: dict[str, Any] = {}  # variables by name
+        self.loss_shape: tuple[int, ...] = ()
+        self._values = itertools.count()
+        self._used: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """What is done to blobs in this block is recorded here."""
+        token = _current.set(self)
+        try:
+            with default_view(self.mirrored):
+                yield
+        finally:
+            _current.reset(token)
+
+    def scoped_view(self) -> bool:
+        """Whether the next op gets the mirrored view."""
+        return mirrored_view_enabled()
+
+    def scoped_devices(self) -> Devices:
+        """The devices that the next op gets."""
+        devices = current_scope().devices
+        return self.devices if devices is None else self.layout.check(devices)
+
+    def input(self, given: Given, blob: Any) -> Any:
+        """The ``blob`` of an input."""
+        self.record.mirrored_of[given.index] = given.mirrored
+        step = Step("input", (), {}, (given.index,), given.devices, given.mirrored, 1, given.name)
+        return blob(self, given.index, given.shape, given.dtype, step)
+
+    def number(self) -> int:
+        return next(self._values)
+
+    def seen(self, blob: Any) -> Any:
+        """The blob, which must be of this job."""
+        if blob.tape is not self:
+            raise JobError(f"{blob!r} is of job {blob.tape.record.name}, but is used in {self.record.name}: jobs share variables, by name, not blobs")
+        return blob
+
+    def add(
+        self, op: Any, args: Any, kwargs: Any, outs: int, times: int, name: str | None, devices: Devices | None = None, mirrored: bool | None = None
+    ) -> Step:
+        """Record a step on the values ``args``."""
+        mirrored = self.scoped_view() if mirrored is None else mirrored
+        devices = devices or self.scoped_devices()
+        if mirrored and len(devices.ids) != self.layout.size:
+            told = f"the mirrored view runs on all devices, but placement({devices}) names {len(devices.ids)} of {self.layout.size}"
+            raise JobError(f"{told}: use the consistent view for ops on some of them")
+        numbers = tuple(self.number() for _ in range(outs))
+        step = Step(op, args, kwargs, numbers, devices, mirrored, times, self._name(op, name))
+        self.record.steps.append(step)
+        self.record.mirrored_of.update(dict.fromkeys(numbers, mirrored))
+        return step
+
+    def declare(self, declared: Declared) -> None:
+        self.record.variables[declared.name] = declared
+
+    def _name(self, op: Any, name: str | None) -> str:
+        scope: Scope = current_scope()
+        base = scope.named(name or (op if isinstance(op, str) else getattr(op, "__name__", "op")))
+        n = self._used[base] = self._used.get(base, -1) + 1
+        return f"{base}_{n}" if n else base

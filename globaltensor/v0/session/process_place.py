@@ -1,0 +1,136 @@
+"""A process's place in the world of a session, told through the variables by which every launcher tells it; and device processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...distributed.launcher.workers import tethered
+from .device_layout import Layout
+
+__all__ = ["Place", "Workers", "as_rank"]
+
+_GRACE_SECONDS: Final = 5.0
+_PROGRAM: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.stdin.buffer.readline())
+from globaltensor.v0.session.session.worker import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where all devices of a session meet, and how many there are."""
+
+    layout: Layout
+    addr: str
+    port: int
+
+    def variables(self, rank: int) -> dict[str, str]:
+        each = self.layout.each
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": self.layout.size,
+            "LOCAL_RANK": rank % each,
+            "LOCAL_WORLD_SIZE": each,
+            "GROUP_RANK": rank // each,
+            "GROUP_WORLD_SIZE": self.layout.machines,
+            "MASTER_ADDR": self.addr,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in told.items()}
+
+
+@contextlib.contextmanager
+def as_rank(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables are set in the block; what the script starts later does not take itself for a rank."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Workers:
+    """The processes of this machine's devices 1 and on. They end with this process, however it ends."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def launch(self, devices: int) -> None:
+        """Start the processes for so many devices, this process's own not counted: they import torch meanwhile, then wait to be told."""
+        threads = {}
+        if devices and "OMP_NUM_THREADS" not in os.environ:
+            threads["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (devices + 1)))
+        for _ in range(devices):
+            # What is printed there is nobody's: the script does not run there. Errors are shown.
+            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            process = subprocess.Popen(tethered([sys.executable, "-u", "-c", _PROGRAM]), env={**os.environ, **threads}, **streams)
+            self.processes.append(process)
+            self._write(process, json.dumps(sys.path).encode() + b"\n")
+
+    def tell(self, place: Place, first: int, told: Any) -> None:
+        """Tell them that they are the devices after rank ``first``, which is this process's, and what every device is told."""
+        parcel = _packed(told) if self.processes else b""
+        for rank, process in enumerate(self.processes, first + 1):
+            self._write(process, pickle.dumps((rank, place.variables(rank), dict(_interfaces()))) + parcel)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _write(self, process: subprocess.Popen[bytes], content: bytes) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: who waits for it is told so
+            process.stdin.write(content)
+            process.stdin.flush()
+
+    def dead(self) -> dict[int, int]:
+        """Exit codes of those that have ended, by device."""
+        codes = {device: p.poll() for device, p in enumerate(self.processes, 1)}
+        return {device: code for device, code in codes.items() if code is not None}
+
+    def end(self, grace: float = _GRACE_SECONDS) -> None:
+        """Wait for them to end; those that do not are killed."""
+        until = time.monotonic() + grace
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        self.processes.clear()
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Variables that were set after these processes had started: which network interfaces the backends use."""
+    return ((name, value) for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME"))
+
+
+def _packed(told: Any) -> bytes:
+    """Jobs may hold functions of the script, which only cloudpickle sends by value."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(told)
+    found: bytes = cloudpickle.dumps(told)
+    return found

@@ -1,0 +1,328 @@
+"""How the machines of a session find each other: the same script runs once on each, every machine knows itself by its address in the list, the first is the
+master. They meet at the master's control port and compare what they run. Every failure is a SessionError within ``seconds()``, on all that have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...distributed.network import addresses_of, interface_of, is_here, own_address
+from .control_channel import Line, listen, proxies, reached
+from ..errors import SessionError
+from .settings import Settings, logger
+
+__all__ = ["VARIABLE", "Meeting", "seconds"]
+
+VARIABLE: Final = "GLOBALTENSOR_V0_WAIT"
+_WAIT_SECONDS: Final = 60.0
+_HELLO_SECONDS: Final = 10.0
+_PROBE_SECONDS: Final = 3.0
+_TELL_SECONDS: Final = 10.0
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LIBRARY: Final = Path(__file__).parents[1]
+
+
+def seconds() -> float:
+    """How long machines wait for each other when they meet (``GLOBALTENSOR_V0_WAIT``)."""
+    return float(os.environ.get(VARIABLE) or _WAIT_SECONDS)
+
+
+class Meeting:
+    """The machines of a session, met. ``machine``: which of them this is; on the master ``lines`` has the line to each other machine by its number."""
+
+    def __init__(self, settings: Settings, each: int, kind: str) -> None:
+        self.settings, self.nodes = settings, settings.machines
+        self.card = _card(each, kind, len(self.nodes))
+        self.machine, self.lines, self.master = 0, dict[int, Line](), None
+        self.server: socket.socket | None = None
+        self.until = time.monotonic() + seconds()
+        self._told = time.monotonic()
+        self._before = {name: os.environ.get(name) for name in _INTERFACES}
+        here = [i for i, node in enumerate(self.nodes) if is_here(node.addr)]
+        if not here:
+            told = f"none of the machines of env.machine is this one: it names {', '.join(n.addr for n in self.nodes)}"
+            there = ", ".join(f"{a} ({name})" for name, found in addresses_of().items() for a in found)
+            raise SessionError(f"{told}; this machine ({socket.gethostname()}) has {there or 'no address'}")
+        self.here = here
+        try:
+            if here[0] != 0 or not self._serve():
+                self._come()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all lines, and of the interfaces: the next session may have others."""
+        for line in [*self.lines.values(), *([self.master] if self.master else [])]:
+            line.close()
+        if self.server is not None:
+            self.server.close()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    @property
+    def own(self) -> str:
+        """The address by which the other machines know this one."""
+        return self.nodes[self.machine].addr
+
+    def refuse(self, why: str) -> None:
+        """Tell all that have come, and raise."""
+        for line in self.lines.values():
+            line.send(refused=why)
+        raise SessionError(why)
+
+    # The master
+
+    def _serve(self) -> bool:
+        """Be the master, if its port is free; wait for all others. False: another process of this machine is the master."""
+        port = self.settings.port
+        try:
+            self.server = listen("", port)
+        except OSError as error:
+            if len(self.here) > 1:  # all on one host, for trying out: the script that came first is the master
+                return False
+            told = f"port {port} of the master {self.own} is taken ({error.strerror}): by another program, or this script runs there already"
+            raise SessionError(f"{told}; name a free one on all machines with flow.env.ctrl_port") from error
+        _lead(self.own, self.nodes, 0)
+        with _Doorbell() as bell:
+            while len(self.lines) < len(self.nodes) - 1:
+                self._greet(bell)
+            for number, line in self.lines.items():
+                line.send(met=True, at=bell.at)
+                answer = self._answer(line)
+                if answer is None or "reached" not in answer:
+                    self.refuse(f"machine {number} ({self.nodes[number].addr}) does not go on: {(answer or {}).get('refused', 'its script has ended')}")
+        for line in self.lines.values():
+            line.send(go=True)
+        return True
+
+    def _greet(self, bell: _Doorbell) -> None:
+        assert self.server is not None
+        missing = [i for i in range(1, len(self.nodes)) if i not in self.lines]
+        left = self.until - time.monotonic()
+        if left <= 0:
+            self.refuse(self._absent(missing))
+        if time.monotonic() - self._told > _TELL_SECONDS:
+            self._told = time.monotonic()
+            logger.warning("the master waits at port %d for machine %s (%s)", self.settings.port, missing, ", ".join(self.nodes[i].addr for i in missing))
+        self.server.settimeout(min(1.0, left))
+        try:
+            connection, where = self.server.accept()
+        except TimeoutError:
+            return
+        line = Line(connection, f"{where[0]}")
+        try:
+            hello = line.receive(_HELLO_SECONDS)
+        except TimeoutError:
+            hello = None
+        if hello is None or not {"card", "here", "at"} <= hello.keys():
+            line.close()
+            return
+        number = next((i for i in hello["here"] if i in missing), None)
+        if number is None:
+            told = f"machine {hello['here']} of env.machine has come already: the script is started once on each machine"
+            line.send(refused=told)
+            line.close()
+            return
+        self.lines[number] = line
+        line.peer = f"machine {number} ({self.nodes[number].addr})"
+        why = _differs(line.peer, hello["card"], f"the master ({self.own})", self.card)
+        if why:
+            self.refuse(why)
+        line.send(machine=number)
+        problem = _unreached(hello["at"])
+        if problem:
+            self.refuse(_advice(line.peer, hello["at"], "the master", problem))
+
+    def _absent(self, missing: Sequence[int]) -> str:
+        node, port = self.nodes[missing[0]], self.settings.port
+        told = f"machine {missing[0]} ({node.addr}) has not come to the master's port {port} within {seconds():g} s ({VARIABLE} waits longer)"
+        try:
+            reached(node.addr, port, _PROBE_SECONDS).close()
+            why = "it answers at that port itself: does it take itself for the master? Its list of machines must be the same"
+        except SessionError as error:
+            refused = "refused" in str(error)
+            why = f"its host is there ({error})" if refused else f"its host cannot be reached ({error})"
+            hint = "is this script running there, with the same machines and port, and may it connect to this port (firewalls, containers without --net=host)?"
+            why += f": {hint}" if refused else ": is the address right, and is there a route from here?"
+        return f"{told}; {why}{proxies()}"
+
+    # The others
+
+    def _come(self) -> None:
+        master, port = self.nodes[0], self.nodes[0].ctrl_port_agent or self.settings.port
+        mine = [i for i in self.here if i > 0]
+        where = f"{master.addr}:{port}"
+
+        def waits(why: str) -> None:
+            if time.monotonic() - self._told > _TELL_SECONDS:
+                self._told = time.monotonic()
+                logger.warning("machine %s waits for the master at %s (%s)", mine, where, why)
+
+        try:
+            connection = reached(master.addr, port, max(1.0, self.until - time.monotonic()), waits)
+        except SessionError as error:
+            told = f"machine {mine[0]} ({self.nodes[mine[0]].addr}) cannot reach the master at {where}: {error}, for {seconds():g} s ({VARIABLE} waits longer)"
+            hint = "is the script running there, is the port the same on all machines, and does no firewall or container (docker: --net=host) stand between?"
+            raise SessionError(f"{told}; {hint}{proxies()}") from None
+        self.master = Line(connection, f"the master ({master.addr})")
+        _lead(self.nodes[mine[0]].addr, self.nodes, mine[0])
+        wait = seconds() + _TELL_SECONDS  # from here on: the master may have begun to wait for the others only now
+        with _Doorbell() as bell:
+            self.master.send(card=self.card, here=mine, at=bell.at)
+            self.machine = int(self._heard(where, "machine", wait)["machine"])
+            met = self._heard(where, "met", wait)
+            problem = _unreached(met["at"])
+            if problem:
+                why = _advice("the master", met["at"], f"machine {self.machine} ({self.own})", problem)
+                self.master.send(refused=why)
+                raise SessionError(why)
+            self.master.send(reached=True)
+            self._heard(where, "go", wait)
+
+    def _heard(self, where: str, what: str, wait: float) -> dict[str, Any]:
+        assert self.master is not None
+        try:
+            message = self.master.receive(wait)
+        except TimeoutError:
+            raise SessionError(f"what listens at {where} is not the master of this session, or it hangs: it said nothing for {wait:.0f} s") from None
+        if message is None or not {what, "refused"} & message.keys():
+            why = "is no session of globaltensor.v0" if what == "machine" else "has ended while the machines met"
+            raise SessionError(f"what listened at {where} {why}; the port must be one that only the master uses")
+        if "refused" in message:
+            raise SessionError(str(message["refused"]))
+        return message
+
+    def _answer(self, line: Line) -> dict[str, Any] | None:
+        with contextlib.suppress(TimeoutError):
+            return line.receive(_HELLO_SECONDS)
+        return None
+
+
+class _Doorbell:
+    """A port that others try: do they reach this machine where its data connections will be? ``at``: address, port, interface."""
+
+    def __enter__(self) -> _Doorbell:
+        name = os.environ.get(_INTERFACES[0], "").split(",")[0]
+        found = addresses_of().get(name, [])
+        self._socket = listen(found[0] if found else "", 0)
+        self.at = [found[0] if found else "", self._socket.getsockname()[1], name]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def _unreached(at: Sequence[Any]) -> str:
+    """Why a doorbell cannot be reached; nothing where it can."""
+    if not at[0] or ipv6_local(at[0]):
+        return ""
+    try:
+        reached(str(at[0]), int(at[1]), _PROBE_SECONDS).close()
+    except SessionError as error:
+        return str(error)
+    return ""
+
+
+def ipv6_local(address: str) -> bool:
+    """Whether an address means nothing on another machine."""
+    return address.lower().startswith("fe80")
+
+
+def _advice(whom: str, at: Sequence[Any], who: str, problem: str) -> str:
+    told = f"{whom} sends and receives data at {at[0]} ({at[2]}), where {who} cannot reach it: {problem}"
+    return f"{told}; set {' and '.join(_INTERFACES)} there to the interface of the network that joins the machines, and open its ports (docker: --net=host)"
+
+
+def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
+    """Let the backends use the interface of the address by which the others know this machine. What the user has set stays, if it can be right.
+
+    Raises SessionError where it cannot: no such interface, or the loopback interface for machines that are elsewhere.
+    """
+    found, there = interface_of(_address(own)), addresses_of()
+    elsewhere = any(not is_here(n.addr) for n in nodes)
+    for variable in _INTERFACES:
+        told = os.environ.get(variable)
+        if not told:
+            if found or not elsewhere:
+                os.environ[variable] = found or "lo"
+            continue
+        name = told.removeprefix("=").removeprefix("^").split(",")[0].split(":")[0]
+        mend = f"set it to {found}, by which {own} is reached" if found else f"there are {', '.join(there)}"
+        if variable == _INTERFACES[0] and name not in there:
+            here = f"this machine ({socket.gethostname()})"
+            raise SessionError(f"machine {number}: {variable} is {told!r}, an interface that {here} does not have; {mend}, or unset it")
+        if elsewhere and name == "lo" and not told.startswith("^"):
+            raise SessionError(f"machine {number}: {variable} is {told!r}, which leads to this machine alone; {mend}, or unset it")
+
+
+def _address(host: str) -> str:
+    """The numbers of a host's address."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return own_address(host)
+
+
+def _card(each: int, kind: str, machines: int) -> dict[str, Any]:
+    """What all machines must have alike."""
+    script = _script()
+    return {
+        "script": hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script is not None else "no file",
+        "path": str(script),
+        "library": _library(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else "",
+        "python": platform.python_version_tuple()[:2],
+        "devices": each,
+        "kind": kind,
+        "machines": machines,
+    }
+
+
+def _script() -> Path | None:
+    found = getattr(sys.modules.get("__main__"), "__file__", None)
+    path = Path(found) if found else None
+    return path if path is not None and path.is_file() else None
+
+
+def _library() -> str:
+    """A hash of this package's code: two copies of one version may differ."""
+    digest = hashlib.sha256()
+    for path in sorted(_LIBRARY.rglob("*.py")):
+        digest.update(path.relative_to(_LIBRARY).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _differs(whose: str, card: dict[str, Any], mine: str, own: dict[str, Any]) -> str:
+    """What two machines do not have alike; nothing where all is well."""
+    card, own = ({**c, "python": list(c["python"])} for c in (card, own))
+    if card["script"] != own["script"]:
+        told = f"{whose} runs another script than {mine}: {card['path']} ({card['script']}) there, {own['path']} ({own['script']}) here"
+        return f"{told}; copy the same script to all machines"
+    words = {
+        "library": "another version of globaltensor",
+        "torch": "another version of PyTorch",
+        "nccl": "another version of NCCL",
+        "python": "another version of Python",
+        "devices": "another number of devices",
+        "kind": "devices of another kind",
+        "machines": "another number of machines",
+    }
+    for key, what in words.items():
+        if card[key] != own[key]:
+            return f"{whose} has {what} than {mine}: {card[key]!r} there, {own[key]!r} here; all machines must have the same"
+    return ""

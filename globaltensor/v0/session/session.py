@@ -1,0 +1,395 @@
+"""The session: the machines and devices that run a script's jobs. It starts at the first job call, or the first look at a variable, and ends with the script.
+
+Every device is a rank of one world. The master's process is device 0; it tells the others over control lines what to do, and all do it alike: arrays
+travel as global tensors, by boxing. On the other machines the script never gets past the call that starts the session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ...distributed.cluster_env import detect
+from ...distributed.env import get_world_size
+from ...distributed.launch import reserved_port
+from ...distributed.world import reset_world, running
+from ..recording.signature import array_of
+from .worker_pool import Crew, follow_master
+from .worker import Told, joined
+from .device_layout import Layout
+from .engine import Engine
+from ..errors import JobError, SessionError
+from .rendezvous import Meeting
+from .process_place import Place, Workers
+from ..recording.program import Record
+from .settings import logger, settings
+from ..recording.recorder import taping
+
+__all__ = ["Fetched", "Session", "reset", "session"]
+
+_TICK_SECONDS: Final = 0.05
+_LAST_WORDS_SECONDS: Final = 3.0  # for a device that failed to say why
+
+
+class Fetched:
+    """What a call returns of a job that says nothing about it: ``get()`` waits for the arrays, ``async_get(f)`` has ``f`` called with them."""
+
+    def __init__(self, job: str, future: Future[Any], wait: Callable[[Future[Any]], Any]) -> None:
+        self._future, self._wait = future, wait
+        future.add_done_callback(functools.partial(_logged, job))  # nobody may ever ask for the arrays
+
+    def get(self) -> Any:
+        return self._wait(self._future)
+
+    def async_get(self, callback: Callable[[Any], Any]) -> None:
+        _when_done(self._wait, self._future, callback)
+
+
+class Session:
+    """Jobs and what runs them. One for a script; `session` returns it."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Any] = {}
+        self.layout = Layout()
+        self.records: dict[str, Record] = {}
+        self.meeting: Meeting | None = None
+        self.engine: Engine | None = None
+        self._crew: Crew | None = None
+        self._over = ""
+        self._failed = ""  # by which call the devices came out of step, in words
+        self._log: list[logging.Handler] = []
+        self._starting = threading.RLock()
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def over(self) -> str:
+        """Why nothing can be run any more; nothing as long as it can."""
+        return self._over or (self._crew.lost if self._crew is not None else "")
+
+    # What a script does
+
+    def add(self, job: Any) -> None:
+        """A job that the session will run. Raises JobError where it has started, or has one of this name."""
+        if self.engine is not None:
+            raise JobError(f"job {job.name} is defined after the session has started (by the first job call, or a look at a variable): define all jobs before")
+        if job.name in self.jobs:
+            raise JobError(f"there is a job {job.name} already: the jobs of a session have names of their own")
+        self.jobs[job.name] = job
+
+    def call(self, job: Any, given: Sequence[Any]) -> Any:
+        """Run a job with these values for its placeholders, as they are now."""
+        self.start()
+        if self.jobs.get(job.name) is not job:
+            raise SessionError(f"job {job.name} belongs to a session that has been cleared: define it again")
+        arrays = [array_of(job.name, name, leaf, value, self.layout.size) for (name, leaf), value in zip(job.signature.placeholders(), given, strict=True)]
+        record = self.records[job.name]
+        fetched = job.signature.returns is None and record.results is not None
+        if job.signature.callback or fetched:  # the call returns before the job has run: the caller may reuse what it gave
+            arrays = [array.copy() for array in arrays]
+
+        def work() -> Any:
+            pieces = self._done("run", job.name, lambda engine: engine.run(job.name, arrays))
+            return job.signature.handed(record.results, pieces, record.mirrored_of)
+
+        future = self._later(work)
+        if job.signature.callback:
+            return lambda callback: _when_done(self._wait, future, callback)
+        return Fetched(job.name, future, self._wait) if fetched else self._wait(future)
+
+    def names(self) -> list[str]:
+        """Of the session's variables."""
+        return list(self._started().variables)
+
+    def saved_names(self) -> list[str]:
+        """Of all that is saved: variables, what optimizers keep, the steps made."""
+        return self._started().names()
+
+    def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of one of `saved_names`."""
+        return self._started().shape_of(name)
+
+    def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Values by name."""
+        self.start()
+        found: dict[str, np.ndarray[Any, Any]] = self._wait(self._later(lambda: self._done("fetch", list(names), lambda engine: engine.fetch(names))))
+        return found
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Values by name, of the right shapes."""
+        self.start()
+        names = list(arrays)
+        self._wait(self._later(lambda: self._done("load", names, lambda engine: engine.load(names, arrays))))
+
+    # Start
+
+    def meet(self) -> None:
+        """Find the other machines, if there are some. Settings count no more. Raises SessionError."""
+        with self._starting:
+            if settings.closed:
+                return
+            settings.check()
+            _check_alone()
+            self.layout = _layout()
+            self._log = _log()
+            settings.closed = True
+            if len(settings.machines) > 1:
+                try:
+                    self.meeting = Meeting(settings, self.layout.each, self.layout.kind)
+                except BaseException as error:
+                    self._over = f"the machines of the session did not meet: {error}"
+                    raise
+
+    def start(self) -> None:
+        """Run all job functions once, start the devices. On machines other than the master this does not return. Raises JobError, SessionError."""
+        with self._starting:
+            if self.over:
+                raise SessionError(self.over)
+            if self.engine is not None:
+                return
+            tape = taping()
+            if tape is not None:
+                raise JobError(f"job {tape.record.name}: a job function only says what is to be done; call jobs and look at variables outside of it")
+            workers = Workers()
+            try:
+                if not settings.closed:
+                    settings.check()
+                    _check_alone()
+                    self.layout = _layout()
+                workers.launch(self.layout.each - 1)
+                self.records = {name: job.recorded(self.layout) for name, job in self.jobs.items()}
+                self.meet()
+                self._say_what_devices()
+                self._begin(workers)
+            except BaseException as error:
+                self._fail_to_start(workers, error)
+                raise
+
+    def _fail_to_start(self, workers: Workers, error: BaseException) -> None:
+        for process in workers.processes:
+            process.kill()
+        if settings.closed:  # else what was wrong can be set right
+            self._over = self._over or f"the session did not start: {error}"
+            self.close()
+        workers.end()
+
+    def _say_what_devices(self) -> None:
+        asked = settings.gpus or any(s.devices.tag == "gpu" for r in self.records.values() for s in r.steps)
+        if self.layout.kind == "cpu" and asked:
+            warnings.warn(f'there is no GPU here: "gpu" devices are CPU devices ({self.layout.each} on this machine)', UserWarning, stacklevel=5)
+
+    def _begin(self, workers: Workers) -> None:
+        records, digests = list(self.records.values()), {name: record.digest() for name, record in self.records.items()}
+        if self.meeting is not None and self.meeting.machine > 0:
+            follow_master(self.meeting, self.layout, workers, records, digests)
+        atexit.register(self._end_of_script)
+        self._crew = crew = Crew(self.layout, self.meeting, workers)
+        node = settings.machines[0] if self.meeting is not None else None
+        where = "127.0.0.1" if node is None else node.addr
+        port = 0 if crew.server is None else int(crew.server.getsockname()[1])
+        if node is not None and node.ctrl_port_agent:
+            port = node.ctrl_port_agent
+        seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+        told = Told(records, self.layout, seed, settings.debug, settings.tensor_float, settings.rdma, (where, port), secrets.token_hex(16))
+        with reserved_port(settings.data_port or 0) if self.layout.size > 1 else contextlib.nullcontext(0) as data:
+            place = Place(self.layout, where, data)
+            crew.agree(digests, place, told)
+            crew.gather(place, told)
+            self._thread = threading.Thread(target=self._run, name="globaltensor.v0 session", daemon=True)
+            self._thread.start()
+            self.engine = self._wait(self._later(lambda: self._join(told, place)))
+        atexit.unregister(self._end_of_script)
+        atexit.register(self._end_of_script)  # the world has registered its end meanwhile; that comes after ours now: what is queued needs the world
+        if settings.debug:
+            for record in records:
+                logger.debug("%s", "\n".join(record.lines()))
+
+    def _join(self, told: Told, place: Place) -> Engine:
+        assert self._crew is not None
+        self._crew.tell(do="join")
+        return joined(told, place.variables(0))
+
+    def _started(self) -> Engine:
+        self.start()
+        assert self.engine is not None
+        return self.engine
+
+    # Work: one thread of the master does what all devices do, in the order of the calls
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, future = item
+            try:
+                if self._failed:
+                    raise SessionError(self._failed)
+                result = work()
+            except BaseException as error:
+                if self.layout.size > 1 and not self._failed:
+                    self._failed = f"the session has failed: {error}"
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _later(self, work: Callable[[], Any]) -> Future[Any]:
+        if self.over or self._failed:
+            raise SessionError(self.over or self._failed)
+        future: Future[Any] = Future()
+        self._work.put((work, future))
+        return future
+
+    def _done(self, do: str, what: Any, here: Callable[[Engine], Any]) -> Any:
+        """All devices do it."""
+        assert self._crew is not None
+        assert self.engine is not None
+        self._crew.tell(do=do, what=what)
+        return here(self.engine)
+
+    def _wait(self, future: Future[Any]) -> Any:
+        """Its result. Raises SessionError where a device fails meanwhile."""
+        while not future.done() and not self.over:
+            with contextlib.suppress(NotYet):
+                future.exception(_TICK_SECONDS)
+        if future.done() and future.exception() is None:
+            return future.result()
+        if self.layout.size > 1:
+            self._fail(future)
+        return future.result()
+
+    def _fail(self, future: Future[Any]) -> None:
+        """Something has failed, here or on another device, and the devices are no longer in step. Raises SessionError where the cause is another's."""
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < until and not (self.over and future.done()):
+            time.sleep(_TICK_SECONDS)
+        error, over = future.exception() if future.done() else None, self.over
+        self._over = over or self._failed
+        if over and (error is None or isinstance(error, RuntimeError)):
+            raise SessionError(over) from error
+
+    # End
+
+    def _end_of_script(self) -> None:
+        self.close(_failure())
+
+    def close(self, failed: str = "") -> None:
+        """End all devices, after what has been called has been done. ``failed``: why the script ends, where that is an error; they are told."""
+        atexit.unregister(self._end_of_script)
+        if self._thread is not None:
+            self._work.put(None)
+            while self._thread.is_alive() and not self.over:
+                self._thread.join(_TICK_SECONDS)
+        if self._crew is not None:
+            self._crew.tell(do="end", why=self.over or self._failed or failed)
+            left = self._left_the_world()
+            self._crew.close()
+            if not left:  # our thread waits in a collective for devices that are gone only now
+                self._left_the_world()
+        if self.meeting is not None:
+            self.meeting.close()
+        for handler in self._log:
+            logger.removeHandler(handler)
+            handler.close()
+        self._over = self._over or "the session has ended"
+
+    def _left_the_world(self) -> bool:
+        """Close the world, so that another session can start in this process, unless our thread is still at work in it."""
+        if self._thread is not None:
+            self._thread.join(_LAST_WORDS_SECONDS)
+            if self._thread.is_alive():
+                return False
+        if self.layout.size > 1:
+            reset_world()
+        return True
+
+
+def _check_alone() -> None:
+    """Raises SessionError where a launcher has made this process one of several ranks."""
+    place = detect(os.environ)
+    if (place is not None and place.world_size > 1) or (running() is not None and get_world_size() > 1):
+        told = "this process is one of several ranks already" + (f" (started by {place.source})" if place is not None else "")
+        raise SessionError(f"{told}: a job-function script is started once on each machine, without a launcher, and starts its devices itself")
+
+
+def _layout() -> Layout:
+    """The devices that the settings ask for. Raises SessionError where this machine has GPUs, but fewer."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    tag = "gpu" if settings.gpus is not None or (gpus and settings.cpus is None) else "cpu"
+    if gpus and tag == "gpu" and settings.devices > gpus:
+        asked = " and ".join(f"config.{kind}_device_num({n})" for kind, n in (("gpu", settings.gpus), ("cpu", settings.cpus)) if n is not None)
+        told = f"{asked} ask{'' if ' and ' in asked else 's'} for {settings.devices} devices on each machine, one process and one GPU each"
+        raise SessionError(f"{told}: this machine shows {gpus} GPU{'s' if gpus > 1 else ''}")
+    return Layout(max(1, len(settings.machines)), settings.devices, tag, "cuda" if gpus else "cpu")
+
+
+def _log() -> list[logging.Handler]:
+    """Where the log goes, as env.log_dir and the others say -> the handlers that it takes."""
+    handlers: list[logging.Handler] = []
+    if settings.log_level is not None or settings.debug:
+        logger.setLevel(logging.DEBUG if settings.debug else settings.log_level or logging.DEBUG)
+    if settings.log_dir is not None:
+        os.makedirs(settings.log_dir, exist_ok=True)
+        handlers.append(logging.FileHandler(os.path.join(settings.log_dir, f"session.{os.getpid()}.log"), delay=True))
+    if settings.log_to_stderr:
+        handlers.append(logging.StreamHandler())
+    for handler in handlers:
+        logger.addHandler(handler)
+    return handlers
+
+
+def _failure() -> str:
+    """The error that ends the script, if one does."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _logged(job: str, future: Future[Any]) -> None:
+    """Say that a job has failed, if it has."""
+    error = future.exception()
+    if error is not None:
+        logger.error("job %s has failed: %s: %s", job, type(error).__name__, error)
+
+
+def _when_done(wait: Callable[[Future[Any]], Any], future: Future[Any], callback: Callable[[Any], Any]) -> None:
+    """Call it with the result, in a thread of its own: it may call jobs."""
+
+    def run() -> None:
+        try:
+            result = wait(future)
+        except Exception:
+            logger.error("a job whose result a callback waits for has failed:\n%s", traceback.format_exc())
+            return
+        callback(result)
+
+    threading.Thread(target=run, name="globaltensor.v0 callback").start()
+
+
+_session = Session()
+
+
+def session() -> Session:
+    """The script's session."""
+    return _session
+
+
+def reset() -> None:
+    """End the session; what is configured and defined from here on belongs to a new one."""
+    global _session
+    old, _session = _session, Session()
+    old.close()
+    settings.reset()

@@ -1,0 +1,94 @@
+"""What a script says before its session starts: devices, machines, ports, logs. ``config`` and ``env`` write here; a session that starts closes it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ParamSpec
+
+from ..errors import SessionError
+
+__all__ = ["Machine", "Settings", "logger", "settings", "whole"]
+
+logger = logging.getLogger("globaltensor.v0")
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine of a session. The agents are the ports by which others reach it, where those are forwarded (containers)."""
+
+    addr: str
+    ctrl_port_agent: int | None = None
+    data_port_agent: int | None = None
+
+
+@dataclass
+class Settings:
+    """What `config` and `env` have been told. ``closed``: a session has started with it."""
+
+    gpus: int | None = None
+    cpus: int | None = None
+    machine_num: int | None = None
+    machines: list[Machine] = field(default_factory=list)
+    ctrl_port: int | None = None
+    data_port: int | None = None
+    log_dir: str | None = None
+    log_to_stderr: bool | None = None
+    log_level: int | None = None
+    debug: bool = False
+    rdma: bool = False
+    tensor_float: bool | None = None
+    closed: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Devices of each machine, one process each."""
+        return max(self.gpus or 0, self.cpus or 0, 1)
+
+    @property
+    def port(self) -> int:
+        """The control port. Raises SessionError where several machines have none."""
+        if self.ctrl_port is None:
+            raise SessionError("several machines need a port by which they meet, the same on all: flow.env.ctrl_port(9988)")
+        return self.ctrl_port
+
+    def check(self) -> None:
+        """Raises SessionError for settings that contradict each other."""
+        if self.machine_num is not None and self.machine_num != max(1, len(self.machines)):
+            told = f"config.machine_num({self.machine_num}), but env.machine names {len(self.machines) or 'none'}"
+            raise SessionError(f"{told}: give env.machine the address of each machine, or leave out config.machine_num")
+
+    def reset(self) -> None:
+        """As it was before the script said anything."""
+        fresh = Settings()
+        for f in fields(self):
+            setattr(self, f.name, getattr(fresh, f.name))
+
+
+settings = Settings()
+
+
+def setting(function: Callable[P, Any]) -> Callable[P, bool]:
+    """A function that says something before the session starts: returns True, or False once nothing can be changed any more (that is logged)."""
+
+    @functools.wraps(function)
+    def told(*args: P.args, **kwargs: P.kwargs) -> bool:
+        if settings.closed:
+            logger.warning("%s: nothing happened, the session has started already: say it before the first job call", function.__name__)
+            return False
+        function(*args, **kwargs)
+        return True
+
+    return told
+
+
+def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """The value, an integer in this range. Raises SessionError for another."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        within = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise SessionError(f"{name}({value!r}): an integer is wanted, {within}")
+    return value

@@ -1,0 +1,121 @@
+"""A device of a session that is not the master: it does what the master says, until that says it is over, or is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ...distributed.run.worker import end_with
+from ...distributed.rdma import init_rdma
+from ...distributed.world import reset_world, running, world
+from .control_channel import Line, reached
+from .device_layout import Layout
+from .engine import Engine
+from .process_place import Workers, as_rank
+from ..recording.program import Record
+from .settings import logger
+
+__all__ = ["Told", "follow", "joined", "main"]
+
+_CONNECT_SECONDS: Final = 60.0
+
+
+@dataclass
+class Told:
+    """What every device of a session is told by the process that starts it. ``master``: address and port of the control line."""
+
+    records: list[Record]
+    layout: Layout
+    seed: int
+    debug: bool
+    tensor_float: bool | None
+    rdma: bool
+    master: tuple[str, int]
+    token: str
+
+
+def joined(told: Told, variables: Mapping[str, str]) -> Engine:
+    """Join the world as the rank that the variables say, and get ready. Collective."""
+    if told.layout.size > 1:
+        if running() is not None:
+            reset_world()
+        with as_rank(variables):
+            world()
+    if told.rdma:
+        init_rdma()
+    if told.tensor_float is not None:
+        torch.backends.cuda.matmul.allow_tf32 = told.tensor_float
+    return Engine(told.records, told.layout, told.seed, told.debug)
+
+
+def main() -> None:
+    """A device process: what it is comes through stdin, while it loads what it will need."""
+    end_with(os.getppid())
+    torch.relu(torch.empty(1, device="meta"))  # torch loads much at the first op on a tensor without memory, as captures use them
+    try:
+        rank, variables, interfaces = pickle.load(sys.stdin.buffer)
+        told: Told = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the session did not start
+        return
+    os.environ.update(interfaces)
+    line = Line(reached(*told.master, _CONNECT_SECONDS), "the master")
+    line.send(device=rank, token=told.token)
+    follow(line, told, variables, None)
+
+
+def follow(line: Line, told: Told, variables: Mapping[str, str], workers: Workers | None) -> None:
+    """Do what the master says; ends this process. ``workers``: the devices that it has started, if it runs the script; then it also says why it ends."""
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def leave(words: str, code: int) -> None:
+        _leave(words if workers is not None else "", code, workers)
+
+    def listen() -> None:
+        while (message := line.receive()) is not None:
+            if message.get("do") == "end":
+                over.set()
+                if message.get("why"):  # also where this process waits in a collective: nobody will come
+                    leave(f"the master has ended: {message['why']}", 1)
+            orders.put(message)
+        if not over.is_set():
+            leave("the master is gone: this machine ends with it", 1)
+
+    threading.Thread(target=listen, name="globaltensor.v0 line to the master", daemon=True).start()
+    engine: Engine | None = None
+    try:
+        while True:
+            order = orders.get()
+            if order["do"] == "join":
+                engine = joined(told, variables)
+            elif order["do"] == "end":
+                reset_world()
+                leave("", 0)
+            else:
+                assert engine is not None
+                {"run": engine.run, "fetch": engine.fetch, "load": engine.load}[order["do"]](order["what"])  # type: ignore[operator]
+    except BaseException:
+        line.send(failed=traceback.format_exc())
+        leave(traceback.format_exc(), 1)
+
+
+def _leave(words: str, code: int, workers: Workers | None) -> None:
+    """End at once, without what the script would do after its first job call: that is the master's."""
+    if words:
+        logger.error(words)
+    if workers is not None:
+        workers.end()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

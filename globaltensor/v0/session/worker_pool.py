@@ -1,0 +1,137 @@
+"""The other devices of a session as its master sees them: it starts those of its own machine, hears of the others, tells all what to do and when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .control_channel import Line, listen
+from .worker import Told, follow
+from .device_layout import Layout
+from ..errors import SessionError
+from .rendezvous import Meeting
+from .process_place import Place, Workers
+from .settings import logger, settings
+
+__all__ = ["Crew", "follow_master"]
+
+_START_SECONDS: Final = 120.0  # for device processes: they import torch
+_TELL_SECONDS: Final = 10.0
+_HELLO_SECONDS: Final = 10.0
+
+
+class Crew:
+    """Devices 1 and on. ``lost``: what has become of one that failed, in words; nothing as long as all is well."""
+
+    def __init__(self, layout: Layout, meeting: Meeting | None, workers: Workers) -> None:
+        self.layout, self.meeting, self.workers, self.lost = layout, meeting, workers, ""
+        self.lines: dict[int, Line] = {}
+        self.server: Any = meeting.server if meeting is not None else None
+        if self.server is None and layout.size > 1:
+            self.server = listen("127.0.0.1", 0)
+
+    def agree(self, digests: Mapping[str, str], place: Place, told: Told) -> None:
+        """Every machine has recorded the same jobs, and learns where the devices meet. Raises SessionError, on all machines, where one has not."""
+        meeting = self.meeting
+        if meeting is None:
+            return
+        for line in meeting.lines.values():
+            line.send(records=True)
+            theirs = _heard(line, line.peer).get("records") or {}
+            differ = sorted(name for name in {*digests, *theirs} if theirs.get(name) != digests.get(name))
+            if differ:
+                meeting.refuse(f"{line.peer} has recorded other jobs than the master: {', '.join(differ)}; the script must do the same on all machines")
+        data = settings.machines[0].data_port_agent or place.port
+        for line in meeting.lines.values():
+            line.send(place=[place.addr, data], seed=told.seed, token=told.token)
+
+    def gather(self, place: Place, told: Told) -> None:
+        """Tell the devices of this machine who they are, and wait until all have come. Raises SessionError where one ends before, or does not come in time."""
+        each = self.layout.each
+        self.workers.tell(place, 0, told)
+        if self.meeting is not None:
+            self.lines.update({number * each: line for number, line in self.meeting.lines.items()})
+        until = time.monotonic() + _START_SECONDS
+        while len(self.lines) < self.layout.size - 1:
+            for device, code in self.workers.dead().items():
+                raise SessionError(f"the process of device 0:{device} ended with code {code} before it began; what it wrote to stderr says why")
+            if time.monotonic() > until:
+                missing = [f"{r // each}:{r % each}" for r in range(1, self.layout.size) if r not in self.lines]
+                raise SessionError(f"device{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come within {_START_SECONDS:g} s")
+            self._welcome(told.token)
+        for line in self.lines.values():
+            threading.Thread(target=self._watch, args=(line,), name=f"globaltensor.v0 line to {line.peer}", daemon=True).start()
+
+    def tell(self, **order: Any) -> None:
+        """All of them."""
+        for line in self.lines.values():
+            line.send(**order)
+
+    def close(self) -> None:
+        """Let go of all, who have been told that it is over. The processes of this machine are gone afterwards."""
+        self.workers.end()
+        for line in self.lines.values():
+            line.close()
+        if self.server is not None:
+            self.server.close()
+
+    def _welcome(self, token: str) -> None:
+        self.server.settimeout(0.5)
+        try:
+            connection, where = self.server.accept()
+        except TimeoutError:
+            return
+        line, hello = Line(connection, str(where[0])), {}
+        with contextlib.suppress(TimeoutError):
+            hello = line.receive(_HELLO_SECONDS) or {}
+        rank = hello.get("device")
+        if hello.get("token") != token or not isinstance(rank, int):
+            line.close()
+            return
+        line.peer = f"device {rank // self.layout.each}:{rank % self.layout.each}"
+        self.lines[rank] = line
+
+    def _watch(self, line: Line) -> None:
+        """What a device says of itself."""
+        while (message := line.receive()) is not None:
+            if "failed" in message:
+                self.lost = self.lost or f"{line.peer} has failed:\n{message['failed'].rstrip()}"
+        self.lost = self.lost or f"{line.peer} is gone: its process has ended, or its machine"
+
+
+def follow_master(meeting: Meeting, layout: Layout, workers: Workers, records: list[Any], digests: Mapping[str, str]) -> None:
+    """What the first device of another machine does: tell the others there who they are, then what the master says. Does not return; raises SessionError
+    where the machines do not agree."""
+    line = meeting.master
+    assert line is not None
+    asked = _heard(line, "the master")
+    if "refused" not in asked:
+        line.send(records=dict(digests))
+        asked = _heard(line, "the master")
+    if "refused" in asked:
+        raise SessionError(str(asked["refused"]))
+    place = Place(layout, *asked["place"])
+    where = meeting.nodes[0].addr, meeting.nodes[0].ctrl_port_agent or settings.port
+    told = Told(records, layout, asked["seed"], settings.debug, settings.tensor_float, settings.rdma, where, asked["token"])
+    first = meeting.machine * layout.each
+    workers.tell(place, first, told)
+    follow(line, told, place.variables(first), workers)
+
+
+def _heard(line: Line, who: str) -> dict[str, Any]:
+    """A machine's answer; it may still be on its way to its first job call. Raises SessionError where it has ended."""
+    told = time.monotonic()
+    while True:
+        try:
+            answer = line.receive(1.0)
+        except TimeoutError:
+            if time.monotonic() - told > _TELL_SECONDS:
+                told = time.monotonic()
+                logger.warning("waiting for %s, whose script has not come to its first job call", who)
+            continue
+        if answer is None:
+            raise SessionError(f"{who} has ended before its first job call: its own output says why")
+        return answer
