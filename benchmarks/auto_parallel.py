@@ -28,18 +28,18 @@ from torch import Tensor, nn
 from train_gpt import loss_of
 
 import globaltensor as flow
-from globaltensor.auto.apply import graphs
 from globaltensor.auto.api import recipes_of
+from globaltensor.auto.apply import graphs
+from globaltensor.auto.calibrate.steps import shaken
+from globaltensor.auto.cost.reshard_cost import Prices
 from globaltensor.auto.cost.strategies import Menu, fills
 from globaltensor.auto.intra_op.formulate import formulate
-from globaltensor.auto.cost.reshard_cost import Prices
 from globaltensor.auto.intra_op.read_solution import read_plan
 from globaltensor.auto.intra_op.search import Found, data_parallel, told_by
+from globaltensor.auto.profile import profile
 from globaltensor.auto.solver import solve
-from globaltensor.auto.calibrate.steps import shaken
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.world import world
-from globaltensor.auto.profile import profile
 
 T = TypeVar("T")
 B, S = flow.sbp.broadcast, flow.sbp.split

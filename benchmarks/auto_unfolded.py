@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from train_gpt import loss_of
 
 from globaltensor.auto.intra_op.formulate import Options, formulate
-from globaltensor.auto.solver import solve
-from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.intra_op.separate_backward import Unfolded
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
 from globaltensor.sharding.placement import Placement
 

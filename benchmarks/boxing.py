@@ -45,8 +45,8 @@ def cases() -> list[dict[str, object]]:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     from globaltensor.boxing import box, plan
+    from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import placement
-    from globaltensor.sharding.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.spec import Spec
 
     mesh, everyone = init_device_mesh("cpu", (RANKS,)), placement("cpu", list(range(RANKS)))

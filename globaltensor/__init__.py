@@ -31,9 +31,7 @@ from ._ops.legacy_constructors import (
     ShortTensor,
     Tensor,
 )
-from . import amp, auto, comm, distributed, nn, utils
-from .graph.pipeline import split_model
-from .sharding import sbp
+from . import amp, auto, comm, distributed, nn, pipeline, sbp, utils
 from .boxing import boxing_log, explain_boxing, no_boxing
 from ._tensor.checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster

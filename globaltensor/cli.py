@@ -98,12 +98,12 @@ def _profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    from ._base.writable_path import check_writable
+    from .auto.profile import describe, profile
     from .cluster.json_file import as_json
     from .distributed.cluster_env import detect
     from .distributed.world import world
     from .errors import ClusterError, WorldError
-    from ._base.writable_path import check_writable
-    from .auto.profile import describe, profile
 
     try:
         place = detect(os.environ)

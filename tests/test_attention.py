@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as flow
 from globaltensor._base import torch_private
+from globaltensor._ops.rules.attention import blocks, ring
+from globaltensor._ops.rules.attention import sdpa as rule_of_attention
+from globaltensor._ops.rules.attention.blocks import _together, _visible, block, block_backward, members
+from globaltensor._ops.rules.attention.ring import paired
 from globaltensor.boxing.moves import show_bytes
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
-from globaltensor._ops.rules.attention import sdpa as rule_of_attention
-from globaltensor._ops.rules.attention import ring, blocks
-from globaltensor._ops.rules.attention.ring import paired
-from globaltensor._ops.rules.attention.blocks import _together, _visible, block, block_backward, members
 
 A = F.scaled_dot_product_attention
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split

@@ -16,17 +16,17 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.auto.apply import graphs
-from globaltensor.auto.intra_op import search as search_module
 from globaltensor.auto.apply.eager import plan_of
-from globaltensor.auto.plan.plan import Alternative
+from globaltensor.auto.intra_op import search as search_module
 from globaltensor.auto.intra_op.search import search
+from globaltensor.auto.plan.plan import Alternative
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.graph import Graph
+from globaltensor.sbp import broadcast as B
+from globaltensor.sbp import split as S
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast as B
-from globaltensor.sharding.sbp import split as S
 
 GRIDS = [((2,), "usual"), ((2,), "joined"), ((2,), "apart"), ((3,), "usual"), ((2, 2), "usual")]
 

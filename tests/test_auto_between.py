@@ -11,11 +11,11 @@ from test_auto_search import layers, mesh
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import search
 from globaltensor.auto.solver import Larger, Problem, solve
-from globaltensor.auto.solver.path_relinking import between, crossing, weighted
-from globaltensor.auto.solver.variable_elimination import Elimination
-from globaltensor.auto.solver.min_marginals import marginals
 from globaltensor.auto.solver.joint_presolve import Pair
+from globaltensor.auto.solver.min_marginals import marginals
+from globaltensor.auto.solver.path_relinking import between, crossing, weighted
 from globaltensor.auto.solver.presolve import core_of
+from globaltensor.auto.solver.variable_elimination import Elimination
 from globaltensor.cluster import Cluster
 
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from test_auto_search import DGX, gpt, only
 from torch import Tensor
 
-from globaltensor.auto.inter_op import search as module
 from globaltensor.auto.cost.batch_scaling import Batches
+from globaltensor.auto.inter_op import search as module
 from globaltensor.auto.inter_op.lagrangian_bound import Dual
 from globaltensor.auto.inter_op.search import Space, _Search, everything
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.plan.plan import PlanError
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.plan import PlanError
 
 
 def all_looks(dual: Dual) -> float:

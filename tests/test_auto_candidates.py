@@ -14,19 +14,19 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor._base import torch_private
+from globaltensor._ops.call_plan import replaced, tensors_in
+from globaltensor._ops.rules.partial_extrema import AHEAD
 from globaltensor.auto.cost import strategies
-from globaltensor.auto.ir.op_graph import Calls, Ref
-from globaltensor.auto.cost.strategies import Menu
 from globaltensor.auto.cost.reshard_cost import Prices
-from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.cost.strategies import Menu
 from globaltensor.auto.ir.flops import work_of
+from globaltensor.auto.ir.op_graph import Calls, Ref
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.boxing import boxing_log, plan
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
+from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor._ops.call_plan import replaced, tensors_in
-from globaltensor._ops.rules.partial_extrema import AHEAD
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 import globaltensor as flow
 from globaltensor.auto.inter_op.search import Space, everything
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
 

@@ -29,26 +29,26 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto.cost import strategies as candidates
+from globaltensor._ops.rules import RULES
 from globaltensor.auto.api import recipes_of
 from globaltensor.auto.apply.eager import plan_of
-from globaltensor.auto.inter_op.search import Space, everything
-from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.plan.html import data
+from globaltensor.auto.cost import strategies as candidates
 from globaltensor.auto.cost.meshes import meshes
+from globaltensor.auto.inter_op.search import Space, everything
+from globaltensor.auto.intra_op.alternatives import least_larger
+from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.intra_op.search import Found, compare, data_parallel, search, told_by
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.html import data
 from globaltensor.auto.plan.plan import Lost, Plan
 from globaltensor.auto.plan.report import headline, proof
-from globaltensor.auto.intra_op.alternatives import least_larger
-from globaltensor.auto.intra_op.search import Found, compare, data_parallel, search, told_by
+from globaltensor.auto.profile import this_machine
 from globaltensor.auto.solver import EXACT, STOP, Solution, proven
-from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FormError
 from globaltensor.sharding.placement import Placement
-from globaltensor.auto.profile import this_machine
-from globaltensor._ops.rules import RULES
 
 CLOSE = 1e-8  # of a cost: what two ways of adding it up may differ in
 #: Of 6 another way looked cheaper than a plan called optimal, of 37 what is spent did not add up to the cost; 8 and 10 were not optimal by rounding.

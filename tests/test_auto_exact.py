@@ -13,8 +13,8 @@ import pytest
 from globaltensor.auto.solver import Problem, solve
 from globaltensor.auto.solver.dual_ascent import Ascent
 from globaltensor.auto.solver.flat_arrays import Flat
-from globaltensor.auto.solver.presolve import core_of, reduce
 from globaltensor.auto.solver.incumbent import Search
+from globaltensor.auto.solver.presolve import core_of, reduce
 
 MODULE = sys.modules[solve.__module__]
 

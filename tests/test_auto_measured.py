@@ -16,19 +16,20 @@ from test_auto_candidates import Attention, Pictures
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.auto.calibrate import ops as calibration, steps as whole
+from globaltensor.auto.calibrate import ops as calibration
+from globaltensor.auto.calibrate import steps as whole
 from globaltensor.auto.calibrate.ops import _affordable, _batches, ops_of
-from globaltensor.auto.ir.op_graph import Calls
-from globaltensor.auto.cost.strategies import Candidates, Menu
-from globaltensor.auto.intra_op.formulate import Options, bucket_of, updating
 from globaltensor.auto.cost.measured_ops import op_key, parts
 from globaltensor.auto.cost.reshard_cost import Prices
+from globaltensor.auto.cost.strategies import Candidates, Menu
+from globaltensor.auto.intra_op.formulate import Options, bucket_of, updating
+from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
 from globaltensor.cluster.measured_curves import Curve
+from globaltensor.sbp import broadcast as B
+from globaltensor.sbp import split as S
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast as B
-from globaltensor.sharding.sbp import split as S
 
 MESH = Placement("cpu", [0, 1])
 

@@ -23,8 +23,8 @@ from globaltensor.auto.apply.modules import freeing
 from globaltensor.auto.inter_op.predict import foretell
 from globaltensor.auto.intra_op.formulate import Options, formulate
 from globaltensor.auto.intra_op.search import data_parallel, priced, search
-from globaltensor.auto.solver import solve
 from globaltensor.auto.ir.trace import calls_of_model, captured_calls
+from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.sharding.placement import Placement

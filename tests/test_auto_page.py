@@ -17,9 +17,9 @@ import pytest
 from support.plans import layered, pipelined
 
 import globaltensor
+from globaltensor.auto.inter_op.step_simulator import Stage, step
 from globaltensor.auto.plan.html import data, page
 from globaltensor.auto.plan.plan import Plan
-from globaltensor.auto.inter_op.step_simulator import Stage, step
 from globaltensor.cluster import Cluster
 from globaltensor.graph.pipeline.schedule import schedule
 from globaltensor.graph.pipeline.simulate import simulate

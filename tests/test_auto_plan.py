@@ -15,20 +15,20 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.auto import api
+from globaltensor.auto.cost.meshes import meshes
+from globaltensor.auto.inter_op.predict import foretell
 from globaltensor.auto.intra_op import formulate
 from globaltensor.auto.intra_op import search as search_module
-from globaltensor.auto.inter_op.predict import foretell
 from globaltensor.auto.intra_op.formulate import Known, Options, _Builder
-from globaltensor.auto.cost.meshes import meshes
-from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.auto.intra_op.search import priced, search
-from globaltensor.auto.solver import Solution, solve
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.solver import Solution, solve
 from globaltensor.cluster import Cluster
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.sharding_plan import Plan as GraphPlan
+from globaltensor.sbp import split as S
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import split as S
 
 X = torch.empty(4, 8)
 MESH = Placement("cpu", [0, 1])

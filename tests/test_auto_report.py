@@ -16,9 +16,9 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.auto.intra_op.search import Found, search
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.cluster import Cluster
 
 REPORT = """\

@@ -14,25 +14,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from globaltensor.auto.inter_op import min_plus, segment_cost
 from globaltensor.auto.cost.batch_scaling import Batches
-from globaltensor.auto.ir.op_graph import Calls
-from globaltensor.auto.inter_op.search import Space, _Search, everything
-from globaltensor.auto.inter_op.predict import foretell
-from globaltensor.auto.intra_op.formulate import Options, formulate
 from globaltensor.auto.cost.meshes import factorizations, mesh, meshes
-from globaltensor.auto.inter_op.min_plus import TooWide, eliminate
-from globaltensor.auto.inter_op.segment_cost import Ground
-from globaltensor.auto.inter_op.pipeline_cost import modelled
-from globaltensor.auto.plan.plan import Plan, PlanError
-from globaltensor.auto.inter_op.range_cost import Table, join, runs
-from globaltensor.auto.intra_op.search import data_parallel, exposed, search
-from globaltensor.auto.ir.segments import cut
-from globaltensor.auto.inter_op.step_simulator import Stage, step
-from globaltensor.auto.solver import solve
-from globaltensor.auto.inter_op.stage_dp import Cutting, Offers, divide, total
-from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.gc_pause import uncollected
+from globaltensor.auto.inter_op import min_plus, segment_cost
+from globaltensor.auto.inter_op.min_plus import TooWide, eliminate
+from globaltensor.auto.inter_op.pipeline_cost import modelled
+from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.inter_op.range_cost import Table, join, runs
+from globaltensor.auto.inter_op.search import Space, _Search, everything
+from globaltensor.auto.inter_op.segment_cost import Ground
+from globaltensor.auto.inter_op.stage_dp import Cutting, Offers, divide, total
+from globaltensor.auto.inter_op.step_simulator import Stage, step
+from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.intra_op.search import data_parallel, exposed, search
+from globaltensor.auto.ir.op_graph import Calls
+from globaltensor.auto.ir.segments import cut
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.plan.plan import Plan, PlanError
+from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
 
 DGX = Cluster.preset("dgx-h100")

@@ -19,22 +19,22 @@ import pytest
 import torch
 
 from globaltensor.auto import solver
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.solver import Problem, ProblemError, Solution, from_iopddl, load, save, solve
 from globaltensor.auto.solver import solve as solving  # the function; its module is looked up below
-from globaltensor.auto.solver.dual_ascent import Ascent
-from globaltensor.auto.solver.neighborhood_search import Blocks
 from globaltensor.auto.solver.cutting_planes import line
 from globaltensor.auto.solver.cutting_planes import program as cuts_program
-from globaltensor.auto.solver.variable_elimination import Elimination
-from globaltensor.auto.solver.reduced_cost_fixing import Shifted
+from globaltensor.auto.solver.dual_ascent import Ascent
 from globaltensor.auto.solver.flat_arrays import Flat
 from globaltensor.auto.solver.local_search import Local
 from globaltensor.auto.solver.memory_presolve import tighten
-from globaltensor.auto.solver.trws import Messages
-from globaltensor.auto.solver.recombine import mix
 from globaltensor.auto.solver.mip import close
+from globaltensor.auto.solver.neighborhood_search import Blocks
 from globaltensor.auto.solver.presolve import Uses, best_of, core_of, reduce, undominated
-from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.solver.recombine import mix
+from globaltensor.auto.solver.reduced_cost_fixing import Shifted
+from globaltensor.auto.solver.trws import Messages
+from globaltensor.auto.solver.variable_elimination import Elimination
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world

@@ -13,12 +13,12 @@ from test_auto_candidates import Attention, Pictures
 from torch import nn
 
 from globaltensor.auto.intra_op.formulate import Formulation, Options, formulate
-from globaltensor.auto.solver import solve
-from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.intra_op.separate_backward import Unfolded
+from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
+from globaltensor.sbp import broadcast as B
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast as B
 
 MACHINES = {"usual": Cluster(), "joined": Cluster(launch=0, latency=0, bandwidth=1e15, kernel=0.0, flops={"float32": 1e6}), "apart": Cluster(bandwidth=1e3)}
 

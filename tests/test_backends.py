@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from globaltensor.distributed.backends.select.select import VARIABLE, choose, lacking, names, prepare
 from support.mpi import environment, needs_mpi
 from support.program import run
 
 import globaltensor as flow
-from globaltensor.distributed.backends.select.select import VARIABLE, choose, lacking, names, prepare
 from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.errors import WorldError
 

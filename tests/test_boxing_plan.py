@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from globaltensor.auto.cost.reshard_cost import Prices
 from globaltensor.boxing import explain_boxing, plan
-from globaltensor.boxing.moves import neighbours
 from globaltensor.boxing.move_cost import _traffic
+from globaltensor.boxing.moves import neighbours
 from globaltensor.cluster import Cluster, current_cluster, use_cluster
 from globaltensor.errors import BoxingError
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 LINE, GRID = Placement("cpu", [0, 1, 2, 3]), Placement("cpu", [[0, 1], [2, 3]])

@@ -12,9 +12,9 @@ import warnings
 
 import pytest
 import torch
+from globaltensor.distributed.backends.select.shared_memory import VARIABLE, host
 
 import globaltensor
-from globaltensor.distributed.backends.select.shared_memory import VARIABLE, host
 
 RANKS = 4
 DTYPES = [
@@ -62,8 +62,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def every_dtype() -> None:
     from globaltensor.boxing import box
     from globaltensor.distributed.world import world
+    from globaltensor.sbp import broadcast, partial_max, partial_sum, split
     from globaltensor.sharding.placement import Placement
-    from globaltensor.sharding.sbp import broadcast, partial_max, partial_sum, split
     from globaltensor.sharding.spec import Spec
 
     everyone, turned = Placement("cpu", [0, 1]), Placement("cpu", [1, 0])
@@ -87,8 +87,8 @@ def every_dtype() -> None:
 
 def strides() -> None:
     from globaltensor.boxing import box
+    from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import Placement
-    from globaltensor.sharding.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.spec import Spec
 
     everyone = Placement("cpu", [0, 1])
@@ -109,8 +109,8 @@ def strides() -> None:
 def gradients() -> None:
     from globaltensor.boxing import box
     from globaltensor.distributed.world import world
+    from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import Placement
-    from globaltensor.sharding.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.spec import Spec
 
     rank, first = world().rank, Placement("cpu", [0])
@@ -175,8 +175,8 @@ def groups() -> None:
     from globaltensor.boxing import box, plan
     from globaltensor.distributed.backends.select import process_group_comm
     from globaltensor.distributed.world import world
+    from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import Placement
-    from globaltensor.sharding.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.spec import Spec
 
     def check(shape: tuple[int, ...], src: Spec, dst: Spec) -> None:

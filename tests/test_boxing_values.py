@@ -16,8 +16,8 @@ from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 B, P, S = broadcast, partial_sum, split

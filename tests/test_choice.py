@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from globaltensor.sharding.placement import Placement
 from globaltensor._ops.rules import Arg, Op, rule_of
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
-from globaltensor.sharding.spec import Spec
 from globaltensor._ops.shape_inference import on_meta, remembering
+from globaltensor.sbp import broadcast, partial_sum, split
+from globaltensor.sharding.placement import Placement
+from globaltensor.sharding.spec import Spec
 
 CHOOSING = importlib.import_module("globaltensor._ops.rules.strategy")  # a function of that name stands before it
 MESH = Placement("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]])

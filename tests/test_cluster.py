@@ -18,8 +18,8 @@ from globaltensor.boxing.move_cost import prices_of
 from globaltensor.cluster import PRESETS, Cluster, Curve, use_cluster
 from globaltensor.cluster.alpha_beta import group_of
 from globaltensor.errors import ClusterError
+from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 COLLECTIVES = ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "exchange"]

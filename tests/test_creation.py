@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor._ops import creation
+from globaltensor._tensor.global_tensor import GlobalTensor
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, PlacementError, SbpError
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_sum, split
-from globaltensor._tensor.global_tensor import GlobalTensor
 
 LINE, GRID, ONE = Placement("cpu", [0, 1, 2]), Placement("cpu", [[3, 0], [2, 1]]), Placement("cpu", [0])
 S0, S1 = split(0), split(1)

@@ -15,11 +15,11 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
+from globaltensor._ops.methods import full
+from globaltensor._ops.rules import RULES
 from globaltensor.boxing import log
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, PlacementError
-from globaltensor._ops.rules import RULES
-from globaltensor._ops.methods import full
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 BODIES = Bodies()

@@ -370,8 +370,8 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_no_launcher_started_find_out_who_shares_a_machine(tmp_path: Path) -> None:
-    (tmp_path / "distributed/launcher/node_rendezvous.py").write_text(NODES)
-    assert run([sys.executable, str(tmp_path / "distributed/launcher/node_rendezvous.py"), str(tmp_path / "store")]) == (0, "good\n")
+    (tmp_path / "nodes.py").write_text(NODES)
+    assert run([sys.executable, str(tmp_path / "nodes.py"), str(tmp_path / "store")]) == (0, "good\n")
 
 
 ELSEWHERE = """

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import globaltensor as flow
+from globaltensor._base.tracebacks import shortened
 from globaltensor.distributed.divergence import ALWAYS_COMPARED, COMPARED_EVERY, due
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
-from globaltensor._base.tracebacks import shortened
 from globaltensor.utils.data import GlobalBatches
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum

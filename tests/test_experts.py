@@ -16,11 +16,11 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
+from globaltensor._ops.rules import grouped_linear
 from globaltensor.distributed.communicator import Traffic, comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError, ShapeError
-from globaltensor._ops.rules import grouped_linear
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 bodies = Bodies()

@@ -27,13 +27,13 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
+from globaltensor._base.writable_path import Replacement, replacing, write_text
 from globaltensor.auto.solver import Problem
 from globaltensor.auto.solver.problem_io import save as save_problem
 from globaltensor.distributed.launch import reserved_port
 from globaltensor.errors import PartError, ShapeError, WorldError
 from globaltensor.graph import pipeline
 from globaltensor.graph.sharding_plan import Plan, PlannedOp
-from globaltensor._base.writable_path import Replacement, replacing, write_text
 from globaltensor.sharding.spec import Stored
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split

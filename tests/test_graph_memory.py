@@ -17,9 +17,9 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor._base import torch_private
-from globaltensor.optim import local_step
 from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.distributed.simulate import simulate
+from globaltensor.optim import local_step
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 

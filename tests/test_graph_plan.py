@@ -18,8 +18,8 @@ from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.sharding_plan import Plan
-from globaltensor.sharding.sbp import broadcast as B
-from globaltensor.sharding.sbp import split as S
+from globaltensor.sbp import broadcast as B
+from globaltensor.sbp import split as S
 
 
 class Pair(nn.Module):

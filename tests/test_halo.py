@@ -22,7 +22,7 @@ from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 B, P, S = broadcast, partial_sum, split
 

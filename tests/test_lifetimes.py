@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor._tensor.gradients import reducer
+from globaltensor._tensor.gradients.flat_buffers import Room
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor._tensor.gradients.flat_buffers import Room
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 

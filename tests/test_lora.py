@@ -23,8 +23,8 @@ from torch.nn.utils import weight_norm as older_weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import globaltensor as flow
-from globaltensor.parallel.adapters import layers_in
 from globaltensor.distributed.communicator import comms
+from globaltensor.parallel.adapters import layers_in
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 WIDTH, INNER, HEADS, WORDS, LAYERS, RANK = 16, 24, 4, 18, 2, 2

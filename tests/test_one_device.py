@@ -14,8 +14,8 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.errors import GlobalTensorError, InplaceError, KernelError, SbpError
 from globaltensor._ops.methods import full
+from globaltensor.errors import GlobalTensorError, InplaceError, KernelError, SbpError
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 BODIES = Bodies()

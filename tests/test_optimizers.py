@@ -12,8 +12,8 @@ from support.everywhere import full
 from torch import optim
 
 import globaltensor as flow
-from globaltensor.optim import local_step
 from globaltensor.distributed.simulate import simulate
+from globaltensor.optim import local_step
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 SHAPES = {"w": (5, 4), "b": (3,), "s": ()}

@@ -20,8 +20,8 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.pipeline import Action, Edge, Pipeline, Schedule, Stage, schedule
 from globaltensor.graph.pipeline.split_backward import linear
+from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 F64, SHAPE = torch.float64, (5, 3)

@@ -20,13 +20,13 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import ScheduleError, WorldError
 from globaltensor.graph.pipeline import Action, Schedule, schedule
-from globaltensor.graph.pipeline.split_backward import matmul
 from globaltensor.graph.pipeline.runtime import Pipeline
 from globaltensor.graph.pipeline.schedule import FAMILIES
+from globaltensor.graph.pipeline.split_backward import matmul
 from globaltensor.graph.pipeline.stage import Stage
 from globaltensor.graph.pipeline.stage_transfer import Edge
+from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 WIDTH, HIDDEN, F64 = 6, 7, torch.float64

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import globaltensor as flow
+from globaltensor._ops.rules.deferred_mean import Quotient
+from globaltensor._tensor.gradients.reducer import no_sync, reducer
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
-from globaltensor._tensor.gradients.reducer import no_sync, reducer
-from globaltensor._ops.rules.deferred_mean import Quotient
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 IGNORED = -100

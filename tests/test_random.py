@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor._ops import random as draws
+from globaltensor._ops.random import Fill, filled, run, skip
 from globaltensor.distributed.communicator import Comm
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import World, set_world
-from globaltensor._ops.random import Fill, filled, run, skip
 from globaltensor.errors import InplaceError
+from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
 LINE, GRID = Placement("cpu", [0, 1, 2]), Placement("cpu", [[0, 1], [2, 3]])

@@ -14,8 +14,8 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor.distributed.simulate import simulate
 from globaltensor._ops.methods import full
+from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 X, COLUMNS, ROWS = torch.arange(24.0).view(6, 4), torch.ones(6, 5), torch.ones(5, 4)

@@ -14,8 +14,8 @@ from support.everywhere import compare
 from support.oracle import check, spelled
 
 import globaltensor as flow
-from globaltensor.distributed.simulate import simulate
 from globaltensor._ops.rules.indexing import _overlap
+from globaltensor.distributed.simulate import simulate
 
 T = torch.Tensor
 get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__

@@ -13,7 +13,7 @@ from support.everywhere import compare, full
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.sharding.sbp import broadcast, partial_sum, split
+from globaltensor.sbp import broadcast, partial_sum, split
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -13,8 +13,8 @@ from support.everywhere import compare, full
 from support.oracle import check
 
 import globaltensor as flow
-from globaltensor.distributed.simulate import simulate
 from globaltensor._ops.rules.view import groups, own
+from globaltensor.distributed.simulate import simulate
 
 T = torch.Tensor
 B, S = flow.sbp.broadcast, flow.sbp.split

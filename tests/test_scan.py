@@ -16,7 +16,7 @@ import globaltensor as flow
 from globaltensor.cluster import Cluster, use_cluster
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
-from globaltensor.sharding.sbp import Sbp, broadcast, split
+from globaltensor.sbp import Sbp, broadcast, split
 
 B, S = broadcast, split
 INF, NAN = float("inf"), float("nan")

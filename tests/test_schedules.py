@@ -17,9 +17,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from globaltensor.errors import ScheduleError
-from globaltensor.graph.pipeline import best, validate_schedule, fitted, in_flight, known, promise, save_trace, schedule, simulate, timeline, trace
-from globaltensor.graph.pipeline.validate_schedule import stages_in_flight
+from globaltensor.graph.pipeline import best, fitted, in_flight, known, promise, save_trace, schedule, simulate, timeline, trace, validate_schedule
 from globaltensor.graph.pipeline.schedule import FAMILIES, Action, Schedule, Span
+from globaltensor.graph.pipeline.validate_schedule import stages_in_flight
 
 ANYWHERE = ("gpipe", "1f1b", "forward")
 TRAINING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")

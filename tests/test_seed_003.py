@@ -139,8 +139,8 @@ def test_its_program_on_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_its_calls(backend: str, tmp_path: Path) -> None:
-    (tmp_path / "auto/ir/op_graph.py").write_text(CALLS)
+    (tmp_path / "calls.py").write_text(CALLS)
     start = mpirun(2, sys.executable) if backend == "mpi" else [sys.executable, "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
-    code, out = run([*start, str(tmp_path / "auto/ir/op_graph.py"), backend])
+    code, out = run([*start, str(tmp_path / "calls.py"), backend])
     assert code == 0, out
     assert out.count("good") == 2

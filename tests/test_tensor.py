@@ -23,7 +23,7 @@ from support.pool import run_on
 import globaltensor as flow
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
-from globaltensor.sharding.sbp import partial_max
+from globaltensor.sbp import partial_max
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()
@@ -190,12 +190,12 @@ def test_reading() -> None:
 def test_repr() -> None:
     x = spread(torch.arange(4.0), S(0), grad=True)
     assert repr(x) == (
-        'tensor([0., 1., 2., 3.], placement=globaltensor.sharding.placement(type="cpu", ranks=[0, 1]), sbp=(globaltensor.sharding.sbp.split(dim=0),), requires_grad=True)'
+        'tensor([0., 1., 2., 3.], placement=globaltensor.sharding.placement(type="cpu", ranks=[0, 1]), sbp=(globaltensor.sbp.split(dim=0),), requires_grad=True)'
     )
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
     assert repr(nn.Parameter(x.detach())).startswith("Parameter containing:\ntensor([0., 1.")
     assert str(x.detach()) == repr(x.detach()) == f"{x.detach()}"
-    assert "sbp=(globaltensor.sharding.sbp.partial_sum,)" in repr(spread(torch.ones(2), P))
+    assert "sbp=(globaltensor.sbp.partial_sum,)" in repr(spread(torch.ones(2), P))
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-import globaltensor.v0 as flow
-import globaltensor.v0.typing as tp
-from globaltensor.v0.session.session import worker_pool, worker, rendezvous
 from globaltensor.v0.session.session.control_channel import Line
 from globaltensor.v0.session.session.device_layout import Layout
 from globaltensor.v0.session.session.process_place import Workers
 from globaltensor.v0.session.session.session import session
 from globaltensor.v0.session.session.settings import Machine, Settings, logger
+
+import globaltensor.v0 as flow
+import globaltensor.v0.typing as tp
+from globaltensor.v0.session.session import rendezvous, worker, worker_pool
 
 SECONDS = 20.0
 

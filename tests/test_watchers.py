@@ -15,9 +15,9 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
-from globaltensor._tensor.gradients.reducer import reducer
 from globaltensor._ops.rules.deferred_mean import Quotient
+from globaltensor._tensor.gradients.reducer import reducer
+from globaltensor.distributed.communicator import comms
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 IGNORED = -100

@@ -14,7 +14,7 @@ import torch
 __all__ = ["PACKAGE_ROOT", "caller_frame", "is_user_code", "user_frame", "user_line"]
 
 #: The folder of this package.
-PACKAGE_ROOT = Path(__file__).parent
+PACKAGE_ROOT = Path(__file__).parents[1]
 _MAX_KNOWN = 1 << 14
 _OURS, _LIBRARY, _USER = range(3)
 _FOLDERS = tuple(

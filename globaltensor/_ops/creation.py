@@ -14,19 +14,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import dispatch, random as draws
+from .._base.overridable import visible
 from .._tensor.convert import check_placement, device_type, to_global
-from ..distributed.world import placeholder, world
-from .random import Fill, draw, filled, part
-from ..errors import PlacementError, SbpError
-from .._tensor.view_tracking import written
-from ..sharding.placement import Placement
-from .call_plan import admit_signs, replaced, tensors_in
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import check_replicated
+from .._tensor.view_tracking import written
+from ..distributed.world import placeholder, world
+from ..errors import PlacementError, SbpError
+from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
-from .._base.overridable import visible
-from .._tensor.global_tensor import GlobalTensor
+from . import dispatch
+from . import random as draws
+from .call_plan import admit_signs, replaced, tensors_in
+from .random import Fill, draw, filled, part
 
 #: (placement, sbp) of what is created without saying so (utils/global_view.py).
 GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar("globaltensor_globally", default=(None, None))

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.overridable import apply
+from .._tensor.global_tensor import GlobalTensor, kernel_message
+from .._tensor.view_tracking import MovedView, touched
 from ..boxing import box
 from ..distributed.replicated_values import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
-from .._tensor.view_tracking import MovedView, touched
+from ..sharding.spec import Spec
 from .call_plan import Boxed, elsewhere, replaced, shared, tensors_in, wrapped_whole
 from .rules import Op
-from ..sharding.spec import Spec
-from .._base.overridable import apply
-from .._tensor.global_tensor import GlobalTensor, kernel_message
 
 __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
 

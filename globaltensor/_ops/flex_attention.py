@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .._base import torch_private
+from .._tensor.global_tensor import GlobalTensor
 from ..distributed.world import world
 from ..errors import KernelError
-from .local_map import local_map
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
+from .local_map import local_map
 
 __all__ = ["install"]
 

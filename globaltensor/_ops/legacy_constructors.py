@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from .._tensor.convert import to_global
-from .creation import as_tensor, check_whole, empty, tensor
-from .dispatch import HANDLERS
-from ..errors import LocalTensorError
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import promote
-from .rules.notation import Op
-from .rules.registry import RULES
+from ..errors import LocalTensorError
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
+from .creation import as_tensor, check_whole, empty, tensor
+from .dispatch import HANDLERS
+from .rules.notation import Op
+from .rules.registry import RULES
 
 __all__ = [
     "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "Tensor",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .._tensor.convert import to_global
+from .._tensor.global_tensor import GlobalTensor
 from ..errors import SbpError
 from ..sharding.placement import Placement
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["global_to_global", "local_to_global", "tensordot", "transpose"]
 

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from .._base import torch_private
-from . import dispatch, call_plan
+from .._base.overridable import shown, visible
+from .._tensor.global_tensor import GlobalTensor
+from .._tensor.strides import laid
+from .._tensor.view_tracking import written
 from ..boxing import box
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import placeholder, world
 from ..errors import InplaceError, PlacementError, WorldError
-from .._tensor.view_tracking import written
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
-from .._tensor.strides import laid
-from .._base.overridable import shown, visible
-from .._tensor.global_tensor import GlobalTensor
+from . import call_plan, dispatch
 
 __all__ = ["FILLS", "HANDLERS", "Fill", "claim", "draw", "filled", "holds", "keyed", "masked", "part", "run", "skip"]
 

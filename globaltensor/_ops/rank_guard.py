@@ -20,16 +20,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._base import torch_private
+from .._base.user_code import user_line as _line
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .._tensor.promote import content_digest
 from ..distributed.communicator import Comm
 from ..distributed.world import ProcessWorld, World, timeout, world
 from ..errors import DivergenceError, WorldError
-from ..sharding.placement import Placement
-from .call_plan import name_of, tensors_in
-from .._tensor.promote import content_digest
 from ..parallel.check_replicas import replica_ranks
+from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
-from .._base.user_code import user_line as _line
-from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .call_plan import name_of, tensors_in
 
 __all__ = ["guard"]
 

@@ -13,8 +13,8 @@ import torch
 
 from .._base import torch_private
 from ..distributed.world import world
-from .call_plan import replaced, tensors_in
 from ..sharding.spec import Spec
+from .call_plan import replaced, tensors_in
 
 __all__ = ["check_dtypes", "on_meta", "operands_among", "remembering"]
 

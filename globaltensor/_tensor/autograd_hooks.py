@@ -17,11 +17,11 @@ from .._base import torch_private
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import SbpError
-from .view_tracking import share
-from .gradients.reducer import reducer, watch
 from ..sharding.spec import Spec
-from .gradients.watchers import Watcher
 from .global_tensor import GlobalTensor
+from .gradients.reducer import reducer, watch
+from .gradients.watchers import Watcher
+from .view_tracking import share
 
 __all__ = ["adopt", "carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
 

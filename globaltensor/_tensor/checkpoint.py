@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.writable_path import Replacement
+from .._ops.call_plan import replaced, tensors_in
 from ..distributed.world import placeholder, world
 from ..errors import PartError, SbpError, WorldError
-from .storage import is_whole
-from .._base.writable_path import Replacement
-from .serialization import GATHERED, rebuild_global_tensor
 from ..sharding.placement import Placement
-from .._ops.call_plan import replaced, tensors_in
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, made, stored
 from .global_tensor import GlobalTensor
+from .serialization import GATHERED, rebuild_global_tensor
+from .storage import is_whole
 
 __all__ = ["load", "save"]
 

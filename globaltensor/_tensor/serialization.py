@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ..boxing import box
-from .set_data import set_requires_grad
 from ..distributed.world import placeholder, world
 from ..errors import PartError
-from .storage import is_whole
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, Stored
 from .global_tensor import GlobalTensor
+from .set_data import set_requires_grad
+from .storage import is_whole
 
 __all__ = ["GATHERED", "rebuild_global_tensor", "reduce_ex", "remade"]
 

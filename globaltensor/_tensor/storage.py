@@ -16,9 +16,9 @@ from .._base import torch_private
 from .._ops.dispatch import HANDLERS
 from ..distributed.world import world
 from ..errors import InterfaceError, StorageError
-from .view_tracking import MovedView
 from ..sharding.spec import Spec
 from .global_tensor import REFUSED, GlobalTensor
+from .view_tracking import MovedView
 
 __all__ = ["METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
 

@@ -18,8 +18,8 @@ import torch
 from .._base import torch_private
 from ..boxing import box
 from ..sharding.spec import Spec
-from .strides import carry_note
 from .global_tensor import GlobalTensor, Memory, SlottedGlobalTensor
+from .strides import carry_note
 
 __all__ = ["MovedView", "aliased", "refresh", "share", "shown_elsewhere", "touched", "twin", "written"]
 

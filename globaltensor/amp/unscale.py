@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from ..boxing import box
 from .._ops.dispatch import HANDLERS
-from ..distributed.world import world
 from .._tensor.global_tensor import GlobalTensor
+from ..boxing import box
+from ..distributed.world import world
 
 __all__: list[str] = []
 

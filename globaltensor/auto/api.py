@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._tensor.global_tensor import GlobalTensor
 from ..cluster import Cluster, current_cluster
 from ..distributed.world import world
 from ..graph.graph import Graph
@@ -22,16 +23,15 @@ from ..parallel.parallelize import PLANS
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
-from .ir.op_graph import Calls
 from .cost.strategies import fills
-from .inter_op.search import everything
-from .inter_op.predict import on_a_clock
-from .intra_op.formulate import Options, formulate
-from .plan.plan import Plan, PlanError
-from .intra_op.search import Found, compare, data_parallel, glance, search
-from .ir.trace import calls_of_model, captured_calls
 from .gc_pause import uncollected
+from .inter_op.predict import on_a_clock
+from .inter_op.search import everything
+from .intra_op.formulate import Options, formulate
+from .intra_op.search import Found, compare, data_parallel, glance, search
+from .ir.op_graph import Calls
+from .ir.trace import calls_of_model, captured_calls
+from .plan.plan import Plan, PlanError
 
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 

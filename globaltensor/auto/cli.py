@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._base.writable_path import check_writable
 from ..cluster import PRESETS, Cluster
 from ..errors import GlobalTensorError
 from ..graph.graph import Graph
-from .._base.writable_path import check_writable
 from .api import plan
 from .plan.plan import Plan, PlanError
 

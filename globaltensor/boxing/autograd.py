@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .._base.overridable import shown
 from .._base.torch_private import function_mode_on, is_zero_tensor, storage_key
+from .._tensor.global_tensor import refuse_transforms
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec
-from .._base.overridable import shown
-from .._tensor.global_tensor import refuse_transforms
 from .execute import run
 from .log import Boxing, current_logs, watch
 from .planner import Plan, plan

@@ -16,8 +16,8 @@ from ..distributed.divergence import digest_of
 from ..errors import BoxingError
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec
-from .moves import Layout, Move, neighbours, settled, show_bytes, split_everywhere
 from .move_cost import prices_of
+from .moves import Layout, Move, neighbours, settled, show_bytes, split_everywhere
 
 __all__ = ["Plan", "plan"]
 
@@ -63,7 +63,7 @@ def plan(src: Spec, dst: Spec) -> Plan:
     """The cheapest route under the current cluster. Raises BoxingError where shape or dtype differ, or no route exists.
 
     >>> from globaltensor.sharding.placement import placement
-    >>> from globaltensor.sharding.sbp import split, broadcast
+    >>> from globaltensor.sbp import split, broadcast
     >>> import torch
     >>> p = placement("cpu", [0, 1])
     >>> [m.kind for m in plan(Spec.make((4, 4), torch.float32, p, split(0)), Spec.make((4, 4), torch.float32, p, broadcast)).moves]

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ClusterError
 from .._base.writable_path import write_text
+from ..errors import ClusterError
 from .measured_curves import Curve
 from .model import Cluster
 

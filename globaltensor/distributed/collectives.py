@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .replicated_values import ADDING, check_collective
-from ..errors import GlobalTensorError
 from .._tensor.global_tensor import GlobalTensor
+from ..errors import GlobalTensorError
 from .collective_check import Call, agree, enabled
 from .process_groups import start
+from .replicated_values import ADDING, check_collective
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",

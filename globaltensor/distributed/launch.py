@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ..errors import WorldError
 from .launcher.elastic_agent import NodeAgent, Signals
 from .launcher.job import Job, in_one_line
+from .launcher.log_streams import Pump, say
 from .launcher.node_rendezvous import bound
 from .launcher.options import job_of, parser
-from .launcher.log_streams import Pump, say
 from .launcher.workers import Keeper, signal_name
 
 __all__ = ["Job", "launch", "main", "parser", "reserved_port"]

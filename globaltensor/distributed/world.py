@@ -25,12 +25,12 @@ from ..sharding.tensor_kinds import Kind
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from .backends.select import choose, lacking, prepare
-from .communicator import Channel, Comm, Traffic
-from .cluster_env import Detected, detect
-from .divergence import History, Purpose, differs_at_end, end_record
-from .network import advice, lead_gloo
-from .file_rendezvous import meet
 from .backends.shared_memory import Neighbours
+from .cluster_env import Detected, detect
+from .communicator import Channel, Comm, Traffic
+from .divergence import History, Purpose, differs_at_end, end_record
+from .file_rendezvous import meet
+from .network import advice, lead_gloo
 
 __all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 

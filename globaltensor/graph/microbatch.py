@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..sharding.spec import Spec
 from .._tensor.global_tensor import GlobalTensor
+from ..sharding.spec import Spec
 from .errors import GraphError
 from .pytree import replaced, tensors_in
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._tensor.global_tensor import SEEN_AS
 from ..errors import RenamedError
 from ..sharding.placement import Placement
-from .._tensor.global_tensor import SEEN_AS
 from .errors import GraphError
 
 __all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "bare", "stage_of_tensor"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..distributed.world import world
 from .._ops.call_plan import tensors_in
 from .._tensor.global_tensor import GlobalTensor
+from ..distributed.world import world
 from .errors import GraphError
 
 __all__ = ["Debug", "describe", "lines"]

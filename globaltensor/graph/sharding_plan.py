@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .._tensor.gradients import parameter_gather
-from ..boxing import box
-from ..boxing import plan as route_of
 from .._base.writable_path import write_text
 from .._ops.call_plan import name_of, replaced, tensors_in
 from .._ops.rules import RULES, Arg, Op, rule_of
+from .._tensor.global_tensor import GlobalTensor
+from .._tensor.gradients import parameter_gather
+from ..boxing import box
+from ..boxing import plan as route_of
 from ..sharding.sbp import Sbp, broadcast, partial_sum
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
-from .errors import GraphError
 from .capture.single_device import SAME
+from .errors import GraphError
 
 __all__ = ["Applied", "Moved", "Operand", "Plan", "PlannedOp", "entry", "following", "plan_of"]
 

@@ -24,14 +24,14 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._base import torch_private
+from .._ops.backward import local_grad
+from .._tensor.global_tensor import GlobalTensor
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError, ShapeError
-from .._ops.backward import local_grad
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec, Stored
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["ELEMENTWISE", "install", "relay"]
 

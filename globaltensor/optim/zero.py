@@ -14,17 +14,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather
-from ..boxing import box
+from .._tensor.gradients.reducer import LeafGradient, reducer
 from .._tensor.set_data import replace_local
+from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError
-from .local_step import ELEMENTWISE, relay
 from ..sharding.placement import Placement
-from .._tensor.gradients.reducer import LeafGradient, reducer
 from ..sharding.sbp import split
 from ..sharding.spec import Spec, Stored
-from .._tensor.global_tensor import GlobalTensor
+from .local_step import ELEMENTWISE, relay
 
 __all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
 
@@ -50,7 +50,7 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> Stored | None:
     else the largest dim.
 
     >>> import torch
-    >>> from globaltensor.sharding.sbp import broadcast
+    >>> from globaltensor.sbp import broadcast
     >>> shares_of(Spec.make((5, 8), torch.float32, Placement("cpu", [0, 1]), broadcast))
     f32[5, 8] B kept as f32[5, 8] S(1)
     """

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._tensor.global_tensor import GlobalTensor
+from .._tensor.promote import content_digest
+from .._tensor.view_tracking import MovedView
 from ..distributed.world import world
 from ..errors import DivergenceError
-from .._tensor.view_tracking import MovedView
-from .._tensor.promote import content_digest
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["check_replicas", "replica_ranks"]
 
@@ -24,7 +24,7 @@ def replica_ranks(spec: Spec, rank: int) -> tuple[int, ...]:
     """Return the ranks that hold the same part as ``rank``, itself among them, sorted; none outside the placement.
 
     >>> from globaltensor.sharding.placement import placement
-    >>> from globaltensor.sharding.sbp import broadcast, split
+    >>> from globaltensor.sbp import broadcast, split
     >>> replica_ranks(Spec.make((4,), torch.float32, placement("cpu", [[0, 1], [2, 3]]), [broadcast, split(0)]), 3)
     (1, 3)
     """

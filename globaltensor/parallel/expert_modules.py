@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShapeError
 from .._ops.rules.experts import TokenFunction, experts
 from .._tensor.global_tensor import GlobalTensor
+from ..errors import ShapeError
 
 __all__ = ["dispatch_tokens", "expert_parameters", "experts_in"]
 

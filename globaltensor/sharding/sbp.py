@@ -54,8 +54,8 @@ class Sbp:
 
     def __repr__(self) -> str:
         if self.kind == "split":
-            return f"globaltensor.sharding.sbp.split(dim={self.dim})"
-        return "globaltensor.sharding.sbp." + (self.kind if self.kind == "broadcast" else f"partial_{self.reduce}")
+            return f"globaltensor.sbp.split(dim={self.dim})"
+        return "globaltensor.sbp." + (self.kind if self.kind == "broadcast" else f"partial_{self.reduce}")
 
     @property
     def short(self) -> str:

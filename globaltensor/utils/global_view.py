@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from .._tensor.convert import check_placement
 from .._ops.creation import GLOBALLY
+from .._tensor.convert import check_placement
+from .._tensor.global_tensor import GlobalTensor
 from ..distributed.world import world
 from ..errors import SbpError
 from ..graph.pytree import replaced, tensors_in
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["GlobalMode", "current_global_mode", "global_mode", "to_global", "to_local"]
 
@@ -100,10 +100,10 @@ def global_mode(enabled: bool, placement: Placement | None = None, sbp: Sbp | Se
     ``enabled=False`` they make local ones again. Torch's own (``torch.ones``) make local tensors everywhere. Raises SbpError, PlacementError.
 
     >>> from globaltensor import placement
-    >>> from globaltensor.sharding.sbp import broadcast
+    >>> from globaltensor.sbp import broadcast
     >>> with global_mode(True, placement("cpu", [0]), broadcast):
     ...     current_global_mode().sbp
-    (globaltensor.sharding.sbp.broadcast,)
+    (globaltensor.sbp.broadcast,)
     """
     if enabled:
         if placement is None or sbp is None:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..graph.pytree import replaced, tensors_in
-from .session.device_layout import Devices
 from .distribute import Distribute, assert_is_valid_distribute
 from .errors import JobError
 from .recording.program import Ref, Step
 from .recording.recorder import Tape, taping
+from .session.device_layout import Devices
 
 __all__ = ["Blob", "apply", "cast_distribute", "named", "own_step", "recording", "scoped"]
 

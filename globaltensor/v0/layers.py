@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import ops, nn
+from . import nn, ops
 from .blob import Blob, apply, named, recording
+from .conv_pool import channels_last, from_channels_first, numbers, to_channels_first
 from .distribute import Distribute, assert_is_valid_distribute, broadcast
 from .errors import JobError
 from .initializers import Constant, Initializer, xavier_uniform_initializer
 from .regularizers import Regularizer
 from .scope import namespace
-from .conv_pool import channels_last, from_channels_first, numbers, to_channels_first
 from .variables import assign, get_variable
 
 __all__ = [

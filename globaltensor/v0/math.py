@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .ops import cast
 from .blob import Blob, apply, named, own_step
 from .errors import JobError
+from .ops import cast
 
 _UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "abs": torch.abs, "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin, "asinh": torch.asinh, "atan": torch.atan, "atanh": torch.atanh,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from .blob import Blob, apply, named, own_step, recording, scoped
-from .errors import JobError
 from .conv_pool import channels_last, convolved, numbers, padding_of, pooled
+from .errors import JobError
 
 __all__ = [
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "batch_normalization", "bias_add", "conv1d", "conv2d", "conv3d", "dropout", "elu", "leaky_relu", "logsoftmax",

@@ -15,7 +15,6 @@ from . import lr_schedules, optimizer_updates
 from .blob import Blob, recording
 from .errors import JobError
 from .losses import add_loss
-from .recording.program import Declared
 from .lr_schedules import (
     CosineScheduler,
     CustomScheduler,
@@ -28,6 +27,7 @@ from .lr_schedules import (
     PiecewiseScalingScheduler,
     PolynomialScheduler,
 )  # fmt: skip
+from .recording.program import Declared
 
 __all__ = [
     "LAMB", "LARS", "SGD", "SGDW", "Adam", "AdamW", "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler", "LazyAdam",

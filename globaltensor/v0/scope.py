@@ -8,8 +8,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .session.device_layout import Devices
 from .errors import JobError
+from .session.device_layout import Devices
 
 __all__ = [
     "ConsistentView", "MirroredView", "PlacementScope", "Scope", "View", "consistent_view", "consistent_view_enabled", "current_scope", "default_view",

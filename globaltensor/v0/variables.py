@@ -11,13 +11,13 @@ import torch
 
 from .._tensor.global_tensor import GlobalTensor
 from .blob import Blob, own_step, recording
-from .session.device_layout import Layout
 from .distribute import Distribute, assert_is_valid_distribute, broadcast
 from .errors import JobError
 from .initializers import Constant, Initializer
 from .recording.program import Declared
 from .regularizers import Regularizer
 from .scope import current_scope
+from .session.device_layout import Layout
 
 __all__ = ["assign", "created", "get_variable", "merged"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.intra_op.formulate import Formulation
-from globaltensor.auto.solver import Problem
+from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.auto.solver import Problem
 from globaltensor.cluster import Cluster
 from globaltensor.sharding.placement import Placement
 

@@ -12,7 +12,7 @@ import torch
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import noted
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 from .oracle import close, swapped, tensors_in
 

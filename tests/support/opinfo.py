@@ -17,13 +17,13 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import globaltensor as flow
 from globaltensor._ops import creation, dispatch
-from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import GlobalTensorError
 from globaltensor._ops.call_plan import Boxed, Through, Whole, replaced
 from globaltensor._ops.rules import RULES
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_sum, split
-from globaltensor.sharding.spec import Spec
 from globaltensor._tensor.global_tensor import GlobalTensor
+from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import GlobalTensorError
+from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.sharding.spec import Spec
 
 from .device import DEVICE
 from .everywhere import full

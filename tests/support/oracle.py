@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
+from globaltensor._ops.rules.notation import Arg, Op, Signature, Split
+from globaltensor._ops.rules.registry import RULES
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import noted
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum
+from globaltensor.sbp import split as split_sbp
 from globaltensor.sharding.placement import Placement
-from globaltensor._ops.rules.notation import Arg, Op, Signature, Split
-from globaltensor._ops.rules.registry import RULES
-from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_sum
-from globaltensor.sharding.sbp import split as split_sbp
 from globaltensor.sharding.spec import Spec, pieces
 
 from .device import DEVICE

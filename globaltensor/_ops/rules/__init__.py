@@ -2,16 +2,21 @@
 
 from .strategy import Choice, choose
 from .notation import Arg, Op, Range, Signature, Split
-from .registry import RULES, UNSEEING, Derived, Rule, composite, pointwise, rule, rule_of, spellings_of
+from .registry import RULES, UNSEEING, Derived, Rule, composite, rule, rule_of, spellings_of
 
 __all__ = [
     "RULES", "UNSEEING", "Arg", "Choice", "Derived", "Op", "Range", "Rule", "Signature", "Split",
-    "choose", "composite", "pointwise", "rule", "rule_of", "spellings_of",
+    "choose", "composite", "rule", "rule_of", "spellings_of",
 ]  # fmt: skip
 
-# Each family declares its rules when imported.
-from .attention import sdpa, multihead
+# Each family declares its rules when imported. Some take rules of an earlier one: the order counts.
+from . import pointwise
+from .attention import sdpa
 from .spatial import convolution, pooling
-from . import pointwise as elementwise, gather_scatter, indexing, low_level, linalg, loss, matmul, nn_layers, vector_norm, topk, random
-from . import packed_sequence, concat, reduction, scan, softmax, sort, statistics, view
-from .spatial import interpolate, shift
+from . import gather_scatter, indexing, low_level, linalg, loss, matmul
+from .attention import multihead
+from . import nn_layers, vector_norm, topk, random, packed_sequence, concat, reduction
+from .spatial import interpolate
+from . import scan
+from .spatial import shift
+from . import softmax, sort, statistics, view

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ..._base.torch_private import at_least, meshgrid_of_list
-from .slicing import joins
 from .notation import Arg, Op, Split
 from .registry import rule
+from .slicing import joins
 from .view import each_spelling, identity, passes
 
 # ---------------------------------------------------------------------------------------------------------------- repeat

@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 
 from ..._base import torch_private
+from ..._tensor.global_tensor import GlobalTensor, SlottedGlobalTensor
 from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import partial_sum
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor, SlottedGlobalTensor
 from .partial_extrema import settling
 
 __all__ = ["Count", "Quotient", "settle"]

@@ -26,8 +26,8 @@ from ...distributed.world import world
 from ...errors import ShapeError
 from ...sharding.sbp import Sbp, broadcast
 from .grouped_linear import gated
-from .notation import Arg, Op, Signature, Split
 from .helpers import register, zeros_connected
+from .notation import Arg, Op, Signature, Split
 
 __all__ = ["TokenFunction", "experts"]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from ..._base.torch_private import take_along_wraps
 from ...errors import FormError
-from .notation import Arg, Op, Range, Split, align
 from .helpers import stand_in, unless_empty
+from .notation import Arg, Op, Range, Split, align
 from .registry import RULES, Rule, rule
 from .view import each_spelling, identity
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from ..._base.torch_private import is_fake
-from ...errors import FormError
-from ..._tensor.view_tracking import MovedView
 from ..._tensor.global_tensor import GlobalTensor
-from .slicing import cut, stays_split, takes
+from ..._tensor.view_tracking import MovedView
+from ...errors import FormError
 from .gather_scatter import extended, filled, first_share, only, picked, picks
 from .notation import Arg, Op, Split, align
 from .registry import RULES, UNSEEING, Rule, rule
+from .slicing import cut, stays_split, takes
 from .view import own
 
 __all__ = ["Part", "parts_of"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._base import torch_private
-from .notation import Arg, Op, align
 from .helpers import canonical, dims_of, reduced, register, unless_empty
+from .notation import Arg, Op, align
 from .registry import RULES, rule
 
 __all__: list[str] = []

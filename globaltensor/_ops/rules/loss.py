@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..._base.torch_private import function_mode_on, is_fake
 from ..._base.python_bodies import body_of
+from ..._base.torch_private import function_mode_on, is_fake
 from ..._tensor.global_tensor import GlobalTensor
-from .partial_extrema import extremum, settled
-from .notation import Arg, Dims, Op, Range, Split, align
-from .helpers import register, split_in, unless_empty
 from .deferred_mean import Count, Quotient
+from .helpers import register, split_in, unless_empty
+from .notation import Arg, Dims, Op, Range, Split, align
+from .partial_extrema import extremum, settled
 from .registry import UNSEEING, composite, rule
 
 __all__ = ["pick", "weight_of_kept"]

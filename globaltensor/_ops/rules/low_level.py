@@ -13,8 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..._base import torch_private
 from ..._base.python_bodies import body_of
 from ...errors import FormError
-from .notation import Arg, Dims, Op, Split, align
 from .helpers import dims_of, reduced, unless_empty
+from .notation import Arg, Dims, Op, Split, align
 from .registry import UNSEEING, rule
 
 __all__: list[str] = []

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import FormError
-from .notation import Arg, Dims, Factor, Op, Split, align
 from .helpers import canonical, dims_of, operands, register, stand_in, zeros_of
+from .notation import Arg, Dims, Factor, Op, Split, align
 from .registry import rule
 
 __all__ = ["product"]

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .partial_extrema import settled
-from .notation import Arg, Dims, Factor, Op, Split
 from .helpers import dims_of, reduced, register, split_in, stand_in, unless_empty
+from .notation import Arg, Dims, Factor, Op, Split
+from .partial_extrema import settled
 from .registry import rule
 
 __all__: list[str] = []

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..._base import torch_private
+from ..._tensor.global_tensor import GlobalTensor
 from ...boxing import log, plan
 from ...distributed.world import world
 from ...sharding.sbp import broadcast, partial_sum
-from ..._tensor.global_tensor import GlobalTensor
 from .notation import Arg, Op
 from .registry import rule
 

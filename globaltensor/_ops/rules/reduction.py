@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..._base import torch_private
 from ...errors import FormError
-from .partial_extrema import extremum_with_gradient, settled
-from .notation import Arg, Op, Split
 from .helpers import canonical, dims_of, operands, reduced, split_in, unless_empty
+from .notation import Arg, Op, Split
+from .partial_extrema import extremum_with_gradient, settled
 from .registry import composite, rule
 
 __all__ = ["amax", "has_split"]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...boxing.halo_exchange import share
 from ...distributed.world import world
-from .spatial.halo import fibers, is_spread
-from .notation import Arg, Op, Split
 from .helpers import canonical, dims_of, reduced
+from .notation import Arg, Op, Split
+from .spatial.halo import fibers, is_spread
 from .view import each_spelling
 
 __all__: list[str] = []

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...boxing.halo_exchange import Interval, Reach, fetch, most_fetched
 from ...cluster import current_cluster
 from ...sharding.spec import Spec
-from .spatial.halo import fibers, interval, is_spread
 from .notation import Arg, Op, Split
+from .spatial.halo import fibers, interval, is_spread
 
 __all__ = ["cut", "joins", "stays_split", "takes"]
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .partial_extrema import extremum, settled
-from .notation import Arg, Op
 from .helpers import canonical, dims_of, reduced, register, split_in
+from .notation import Arg, Op
+from .partial_extrema import extremum, settled
 from .registry import composite, rule
 
 __all__: list[str] = []

@@ -20,12 +20,12 @@ from ...boxing.halo_exchange import share
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ...errors import FormError
-from .strategy import Choice
-from .spatial.halo import is_spread
-from .notation import Arg, Op, Split
 from .helpers import canonical, dims_of, reduced, split_in
+from .notation import Arg, Op, Split
 from .registry import rule
 from .scan import Place
+from .spatial.halo import is_spread
+from .strategy import Choice
 
 __all__: list[str] = []
 

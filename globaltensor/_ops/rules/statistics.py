@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .partial_extrema import settled
 from .notation import Arg, Op
+from .partial_extrema import settled
 from .registry import rule
 
 __all__: list[str] = []

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...boxing.halo_exchange import Reach, fetch, share
-from .notation import Arg, Op, Split, align
 from .helpers import canonical, dims_of, reduced, split_in
+from .notation import Arg, Op, Split, align
 from .reduction import amax, has_split
 from .registry import rule
 from .scan import Place

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..._base import torch_private
 from ...sharding.sbp import partial_norm
-from .notation import Arg, Op, align
 from .helpers import canonical, dims_of, kept, reduced, register, split_in
+from .notation import Arg, Op, align
 from .registry import composite, rule
 
 __all__: list[str] = []

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ...errors import FormError
 from ..._tensor.view_tracking import MovedView
+from ...errors import FormError
 from ...sharding.sbp import broadcast
-from .slicing import cut, stays_split, takes
 from .notation import Arg, Op, Split
 from .registry import RULES, Rule, rule, spellings
+from .slicing import cut, stays_split, takes
 
 __all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "regroup"]
 

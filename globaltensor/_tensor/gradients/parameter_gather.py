@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._base import torch_private
+from ..._base.overridable import shown
 from ...boxing import box, log, plan
 from ...boxing.moves import gathers
-from .buckets import Buckets
 from ...distributed.communicator import flatten
 from ...distributed.world import World, world
 from ...sharding.placement import Placement
-from .reducer import dtype_of_sum, reducer, summed
 from ...sharding.spec import Spec, Stored
-from ..._base.overridable import shown
 from ..global_tensor import GlobalTensor
+from .buckets import Buckets
+from .reducer import dtype_of_sum, reducer, summed
 
 __all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
 

@@ -18,14 +18,14 @@ import torch
 
 from ..._base import torch_private
 from ...boxing import box
-from .buckets import Buckets
 from ...distributed.world import world
 from ...errors import GlobalTensorError
+from ...sharding.spec import Spec, Stored
+from ..global_tensor import GlobalTensor
+from .buckets import Buckets
 from .flat_buffers import Flats, Row
 from .pending_scale import Owed
-from ...sharding.spec import Spec, Stored
 from .watchers import Watcher, Watchers, end_of
-from ..global_tensor import GlobalTensor
 
 __all__ = [
     "LeafGradient", "Reducer", "attach", "counts_ride", "detach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",

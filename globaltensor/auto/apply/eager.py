@@ -12,20 +12,20 @@ from typing import Any
 from torch import nn
 
 from ..._base import torch_private
-from ...graph.rank_agreement import Text, agreed
+from ..._tensor.global_tensor import GlobalTensor
 from ...graph.config import Auto
 from ...graph.errors import GraphError
 from ...graph.pytree import tensors_in
+from ...graph.rank_agreement import Text, agreed
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import SEARCHED
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
-from ..._tensor.global_tensor import GlobalTensor
-from .graphs import chosen, cluster_at_hand, lay
 from ..ir.op_graph import Calls
-from .modules import freeing, hooked
-from ..plan.plan import Plan
 from ..ir.trace import calls_of_model
+from ..plan.plan import Plan
+from .graphs import chosen, cluster_at_hand, lay
+from .modules import freeing, hooked
 
 __all__ = ["plan_of"]
 

@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.set_data import replace_local
 from ...boxing import box
 from ...cluster import Cluster, current_cluster, named_cluster
-from ..._tensor.set_data import replace_local
 from ...distributed.world import world
-from ...graph.rank_agreement import Text, agreed, settings
-from ...graph.config import MEMORY, Auto
 from ...graph.capture.dry_world import Left
+from ...graph.config import MEMORY, Auto
 from ...graph.errors import GraphError
 from ...graph.graph import SEARCHES
+from ...graph.printing import lines
+from ...graph.rank_agreement import Text, agreed, settings
 from ...graph.sharding_plan import Applied, plan_of
 from ...graph.sharding_plan import Plan as GraphPlan
-from ...graph.printing import lines
-from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...optim.local_step import relay
+from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
-from ..profile import cluster_here
 from ...sharding.sbp import Sbp
-from ..._tensor.global_tensor import GlobalTensor
-from ..ir.op_graph import Calls
 from ..intra_op.formulate import Options
 from ..intra_op.search import Found, search
+from ..ir.op_graph import Calls
 from ..ir.trace import captured_calls
+from ..profile import cluster_here
 
 __all__ = ["chosen", "cluster_at_hand", "follow", "lay", "of_first_rank", "options_of", "states_of", "wanted_by"]
 

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from ..._base import torch_private
+from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ...boxing.moves import Layout
 from ...graph.module_settings import Block
+from ...graph.pipeline.split_model import staged
 from ...graph.pytree import replaced, tensors_in
 from ...graph.sharding_plan import entry
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import SEARCHED
-from ...graph.pipeline.split_model import staged
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import layout_on
-from ..._tensor.global_tensor import GlobalTensor
 from ..plan.plan import Plan, PlanError, PlannedCall
 
 __all__ = ["carried_out", "freeing", "hooked"]

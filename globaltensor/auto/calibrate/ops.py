@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster
 from ...distributed.world import world
 from ...graph.pytree import tensors_in
 from ...sharding.placement import Placement
-from ..profile import measure_ops
-from ..._tensor.global_tensor import GlobalTensor
 from ..api import calls_of, cluster_of, mesh_of
-from ..ir.op_graph import Call, Calls, Value
-from ..cost.strategies import Candidates, Menu
 from ..cost.measured_ops import Shape, local_call, op_key, parts
-from ..plan.plan import PlanError
 from ..cost.reshard_cost import Prices
+from ..cost.strategies import Candidates, Menu
+from ..ir.op_graph import Call, Calls, Value
+from ..plan.plan import PlanError
+from ..profile import measure_ops
 from .steps import COPIES, within_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]

@@ -22,22 +22,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster, current_cluster, use_cluster
 from ...distributed.world import world
 from ...graph.graph import Graph
 from ...graph.pytree import replaced, tensors_in
 from ...sharding.placement import Placement
-from ..profile.clock import Case, Clock
 from ...sharding.sbp import Sbp, broadcast, split
-from ..._tensor.global_tensor import GlobalTensor
-from ..apply import graphs as arrange
 from ..api import recipes_of
+from ..apply import graphs as arrange
+from ..cost.reshard_cost import Prices
 from ..cost.strategies import Menu, fills
 from ..intra_op.formulate import Formulation, formulate
-from ..plan.plan import PlanError
-from ..cost.reshard_cost import Prices
 from ..intra_op.read_solution import read_plan
 from ..intra_op.search import Found, data_parallel, search, told_by
+from ..plan.plan import PlanError
+from ..profile.clock import Case, Clock
 from ..solver import Problem, solve
 
 __all__ = ["COPIES", "Step", "factors", "shaken", "within_steps"]

@@ -19,11 +19,11 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
 from ..ir.op_graph import Call, Calls, Ref, Value
-from .strategies import Candidates, Menu
-from .rule_failures import Losses
 from ..plan.plan import PlanError
 from .reshard_cost import Prices
+from .rule_failures import Losses
 from .signatures import Signature, composed, signatures
+from .strategies import Candidates, Menu
 
 __all__ = ["BatchMenu", "Batches", "takes_statistics"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...boxing.moves import Layout, gathers, neighbours
+from ..._tensor.gradients.parameter_gather import ALONE_BYTES
 from ...boxing.move_cost import RELAID, prices_of
+from ...boxing.moves import Layout, gathers, neighbours
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, dual, partial_sum
-from ..._tensor.gradients.parameter_gather import ALONE_BYTES
 from ...sharding.spec import nested
 
 __all__ = ["FELLOWS", "Prices", "Routes", "duals"]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..._base import torch_private
-from ...errors import FormError, GlobalTensorError
-from ...graph.capture.dry_world import Untraceable
+from ..._base.user_code import PACKAGE_ROOT
 from ..._ops.call_plan import name_of, replaced
 from ..._ops.rules import Op, Rule
+from ...errors import FormError, GlobalTensorError
+from ...graph.capture.dry_world import Untraceable
 from ..plan.plan import Lost
 
 __all__ = ["Losses", "describe", "lost_by"]
 
-_HERE = str(Path(__file__).parent.parent)
 #: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose results depend on values.
 REFUSALS: tuple[type[Exception], ...] = (GlobalTensorError, Untraceable, *torch_private.data_dependence())
 
@@ -33,9 +33,9 @@ class Losses(Counter[tuple[str, str]]):
 
 def _told(error: Exception) -> str:
     """The error in a line, with the last line of this library that it came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_HERE)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE_ROOT))]
     lines = str(error).splitlines() or [""]
-    place = f" ({Path(frames[-1].filename).relative_to(_HERE)}:{frames[-1].lineno})" if frames else ""
+    place = f" ({Path(frames[-1].filename).relative_to(PACKAGE_ROOT)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ") + place
 
 

@@ -14,19 +14,19 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..._base import torch_private
-from ...boxing import log
+from ..._ops.call_plan import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
+from ..._ops.rules import Arg, Derived, Op, rule_of, strategy
+from ..._ops.rules.deferred_mean import settle
+from ..._ops.rules.partial_extrema import AHEAD
+from ..._ops.shape_inference import remembering
+from ..._tensor.global_tensor import GlobalTensor
+from ...boxing import log
 from ...distributed.world import World, set_world, world
 from ...graph.capture.dry_world import DryComm, DryWorld, Untraceable
 from ...sharding.placement import Placement
-from ..._ops.call_plan import replaced, tensors_in
-from ..._ops.rules import Arg, Derived, Op, strategy, rule_of
-from ..._ops.rules.partial_extrema import AHEAD
-from ..._ops.rules.deferred_mean import settle
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
-from ..._ops.shape_inference import remembering
-from ..._tensor.global_tensor import GlobalTensor
 from ..ir.op_graph import Call, Value
 from .rule_failures import Losses, describe
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ..._ops.rules import RULES
 from ...boxing.moves import Layout
 from ...cluster import Cluster
 from ...sharding.placement import Placement
-from ..._ops.rules import RULES
 from ...sharding.sbp import Sbp, broadcast, split
 from ...sharding.spec import Spec
+from ..ir.flops import Work, work_of
 from ..ir.op_graph import Call, Value
-from .rule_failures import Losses
 from .measured_ops import op_key, parts
 from .reshard_cost import Prices
+from .rule_failures import Losses
 from .signatures import Signature, composed, signatures
-from ..ir.flops import Work, work_of
 
 __all__ = ["Candidates", "Menu", "fills", "roofline"]
 

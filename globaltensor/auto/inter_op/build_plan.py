@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...boxing.moves import Layout
-from ..ir.op_graph import Value
-from ..intra_op.layout_changes import collectives, short
-from .segment_cost import Ground, Part, Stored
-from .pipeline_cost import Candidate, stages_of
-from ..plan.plan import Change, Given, Plan, PlannedCall
 from ..cost.reshard_cost import duals
+from ..intra_op.layout_changes import collectives, short
+from ..ir.op_graph import Value
 from ..ir.segments import Segment
+from ..plan.plan import Change, Given, Plan, PlannedCall
+from .pipeline_cost import Candidate, stages_of
+from .segment_cost import Ground, Part, Stored
 from .step_simulator import Simulation
 
 __all__ = ["told"]

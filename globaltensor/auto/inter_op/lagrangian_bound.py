@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from .segment_cost import Weights
 from .range_cost import Ranges
+from .segment_cost import Weights
 from .stage_dp import Cutting
 
 __all__ = ["Dual"]

@@ -11,8 +11,8 @@ import numpy as np
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from .segment_cost import QUANTITIES, Ground, Stored
-from .step_simulator import Stage
 from .stage_dp import Cutting, Found, Way
+from .step_simulator import Stage
 
 __all__ = ["Candidate", "Crossing", "Setting", "filling", "modelled", "narrowed", "parts_of", "stages_of"]
 

@@ -14,13 +14,13 @@ from typing import Any
 from ...boxing.moves import Layout, gathers
 from ...cluster import Cluster
 from ...graph.sharding_plan import entry
-from ..ir.op_graph import Calls, Value
+from ..cost.meshes import mesh
+from ..cost.reshard_cost import Prices, duals
 from ..cost.strategies import Menu
 from ..intra_op.formulate import Options, bucket_of, gathered_of, updating
-from ..cost.meshes import mesh
-from ..plan.plan import Change, Plan, PlanError, PlannedCall
-from ..cost.reshard_cost import Prices, duals
 from ..intra_op.read_solution import short
+from ..ir.op_graph import Calls, Value
+from ..plan.plan import Change, Plan, PlanError, PlannedCall
 from .step_simulator import Simulation, Stage, step
 
 __all__ = ["foretell", "on_a_clock", "repriced"]

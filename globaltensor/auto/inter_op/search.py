@@ -17,23 +17,23 @@ from ...cluster import Cluster
 from ...graph.pipeline import promise
 from ...sharding.placement import Placement
 from ..cost.batch_scaling import Batches, takes_statistics
-from .lagrangian_bound import Dual
-from ..ir.op_graph import Calls
-from ..cost.strategies import roofline
-from ..intra_op.formulate import Options, bucket_of
-from ..cost.rule_failures import lost_by
 from ..cost.meshes import divisors, meshes
-from .segment_cost import QUANTITIES, Ground
-from .pipeline_cost import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
-from ..plan.plan import Plan, PlanError
 from ..cost.reshard_cost import FELLOWS, Prices
-from .range_cost import runs
-from ..ir.segments import Chain, cut
-from .step_simulator import Simulation, step
-from .stage_dp import Cutting, divide, least_memory
-from .build_plan import told
+from ..cost.rule_failures import lost_by
+from ..cost.strategies import roofline
 from ..gc_pause import uncollected
+from ..intra_op.formulate import Options, bucket_of
 from ..ir.flops import work_of
+from ..ir.op_graph import Calls
+from ..ir.segments import Chain, cut
+from ..plan.plan import Plan, PlanError
+from .build_plan import told
+from .lagrangian_bound import Dual
+from .pipeline_cost import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
+from .range_cost import runs
+from .segment_cost import QUANTITIES, Ground
+from .stage_dp import Cutting, divide, least_memory
+from .step_simulator import Simulation, step
 
 __all__ = ["Space", "everything"]
 

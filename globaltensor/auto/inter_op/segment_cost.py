@@ -21,12 +21,12 @@ from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ..cost.batch_scaling import Batches, BatchMenu
-from ..ir.op_graph import Calls, Value
+from ..cost.reshard_cost import Prices, duals
 from ..intra_op.formulate import Options, bucket_of, hidden, updating
+from ..ir.op_graph import Calls, Value
+from ..ir.segments import Chain, Segment
 from .min_plus import Eliminated, Factor, TooWide, eliminate
 from .option_pruning import Pairs, apart, cheapest, some, spread
-from ..cost.reshard_cost import Prices, duals
-from ..ir.segments import Chain, Segment
 
 __all__ = ["NEVER", "QUANTITIES", "SMALL", "Ground", "Matrix", "Part", "Stored", "Weights"]
 

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from .min_plus import TooWide
-from .segment_cost import NEVER, QUANTITIES, SMALL, Ground, Weights
 from .range_cost import Ranges, Table, runs
+from .segment_cost import NEVER, QUANTITIES, SMALL, Ground, Weights
 
 __all__ = ["Cutting", "Offers", "Way", "divide", "least_memory", "total"]
 

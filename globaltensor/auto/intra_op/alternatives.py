@@ -20,10 +20,10 @@ import numpy as np
 
 from ...boxing.moves import Layout, show_bytes
 from ..ir.op_graph import Value
-from .layout_changes import Changes, Kind, short
-from .formulate import Formulation, hidden
 from ..plan.plan import Change, Other
 from ..solver import EXACT
+from .formulate import Formulation, hidden
+from .layout_changes import Changes, Kind, short
 
 __all__ = ["Responses", "least_larger", "moved"]
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..._tensor.gradients.parameter_gather import BUCKET_BYTES as GATHERED_BYTES
+from ..._tensor.gradients.reducer import BUCKET_BYTES
 from ...boxing.moves import Layout, gathers
 from ...cluster import Cluster
 from ...sharding.placement import Placement
-from ..._tensor.gradients.reducer import BUCKET_BYTES
-from ..._tensor.gradients.parameter_gather import BUCKET_BYTES as GATHERED_BYTES
-from ..ir.op_graph import Calls, Value
-from ..cost.strategies import Candidates, Menu
 from ..cost.reshard_cost import Prices, duals
+from ..cost.strategies import Candidates, Menu
+from ..ir.op_graph import Calls, Value
 from ..solver import Problem, solve
 
 __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]

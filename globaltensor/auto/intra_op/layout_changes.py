@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from ...boxing.moves import MOVES, Layout
 from ...sharding.sbp import broadcast
-from ..ir.op_graph import Value
-from .formulate import Formulation
-from ..plan.plan import Change
 from ..cost.reshard_cost import Routes, duals
+from ..ir.op_graph import Value
+from ..plan.plan import Change
+from .formulate import Formulation
 
 __all__ = ["Changes", "Kind", "collectives", "name_of", "short"]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...boxing.moves import Layout
-from ..ir.op_graph import Value
-from .layout_changes import Changes, name_of, short
-from .formulate import Formulation, hidden
 from ..cost.rule_failures import lost_by
+from ..ir.op_graph import Value
 from ..plan.plan import Change, Given, Plan, PlannedCall
-from .alternatives import Responses
 from ..solver import Solution
+from .alternatives import Responses
+from .formulate import Formulation, hidden
+from .layout_changes import Changes, name_of, short
 
 __all__ = ["read_plan"]
 

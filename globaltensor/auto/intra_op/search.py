@@ -12,14 +12,14 @@ from ...boxing.moves import Layout, show_bytes
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast, split
-from ..ir.op_graph import Calls
 from ..cost.strategies import fills
-from .layout_changes import Changes, short
-from .formulate import Formulation, Options, formulate, hidden
-from ..plan.plan import Alternative, Plan, PlanError
-from .read_solution import read_plan
-from ..solver import STOP, Larger, Solution, solve
 from ..gc_pause import uncollected
+from ..ir.op_graph import Calls
+from ..plan.plan import Alternative, Plan, PlanError
+from ..solver import STOP, Larger, Solution, solve
+from .formulate import Formulation, Options, formulate, hidden
+from .layout_changes import Changes, short
+from .read_solution import read_plan
 
 __all__ = ["Found", "compare", "data_parallel", "glance", "priced", "search", "told_by"]
 

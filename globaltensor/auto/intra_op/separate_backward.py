@@ -18,9 +18,9 @@ import numpy as np
 
 from ...boxing.moves import Layout
 from ...sharding.sbp import broadcast, partial_sum
+from ..cost.reshard_cost import duals
 from ..ir.op_graph import Call, Value
 from .formulate import Formulation, Known, bucket_of, formulate, gathered_of, hidden
-from ..cost.reshard_cost import duals
 
 __all__ = ["Unfolded"]
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...sharding.placement import Placement
 from ..._ops.rules import RULES, Arg, Op
+from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from .op_graph import Call, Value
 from ..cost.rule_failures import Losses, describe
+from .op_graph import Call, Value
 
 __all__ = ["Work", "work_of"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.capture.single_device import SAME
 from ..._ops.call_plan import replaced, tensors_in
 from ..._tensor.global_tensor import GlobalTensor
+from ...graph.capture.single_device import SAME
 
 __all__ = ["Call", "Calls", "Value", "read"]
 

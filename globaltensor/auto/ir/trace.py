@@ -14,15 +14,15 @@ from torch import fx
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.capture.capture import Captured, capture
-from ...graph.pytree import replaced, tensors_in
 from ...graph.capture.module_hooks import watched
+from ...graph.pytree import replaced, tensors_in
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 from .op_graph import Calls, read
 
 __all__ = ["calls_of_model", "captured_calls", "saving"]

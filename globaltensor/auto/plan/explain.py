@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Final, TypeVar
 
 from ...boxing.moves import show_bytes
+from ..intra_op.alternatives import moved
 from .formatting import folded, pattern, patterns, seconds
 from .plan import Change, Given, Layout, Other, Plan, PlanError, PlannedCall
-from ..intra_op.alternatives import moved
 
 __all__ = ["explain", "why"]
 

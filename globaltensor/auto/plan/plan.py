@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import GlobalTensorError
 from ..._base.writable_path import write_text
+from ...errors import GlobalTensorError
 from ..solver import proven
 
 __all__ = ["Alternative", "Change", "Given", "Lost", "Other", "Plan", "PlanError", "PlannedCall"]

@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...boxing.moves import show_bytes
+from ..solver import proven
 from .choices_text import besides, lying, stages
 from .formatting import folded, part, pattern, patterns, seconds, table
 from .plan import Alternative, Change, Given, Plan, PlannedCall
-from ..solver import proven
 
 __all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
 

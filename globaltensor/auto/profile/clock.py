@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..._tensor.gradients.flat_buffers import keep_let_go_memory
 from ...distributed.communicator import Comm
 from ...distributed.world import World, world
-from ..._tensor.gradients.flat_buffers import keep_let_go_memory
 
 __all__ = ["Case", "Clock"]
 

@@ -15,8 +15,8 @@ from ...distributed.run.spawn import run
 from ...distributed.world import ProcessWorld, World, world
 from ...errors import ClusterError
 from .clock import Clock
-from .kernels import measure_kernels
 from .collectives import constants, measure_moves, measure_overlap, measure_skew
+from .kernels import measure_kernels
 
 __all__ = ["measured", "profile"]
 

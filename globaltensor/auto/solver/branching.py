@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .dual_ascent import Ascent
-from .problem import Array
 from .presolve import Core
+from .problem import Array
 
 
 def halves(core: Core, ascent: Ascent) -> tuple[int, tuple[Array, Array]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .problem import Array
 from .mip import highspy
+from .problem import Array
 
 #: Cuts that are kept at the most.
 MOST = 150

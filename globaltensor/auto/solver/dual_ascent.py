@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from .cutting_planes import Cuts
-from .variable_elimination import Elimination
 from .flat_arrays import Flat
 from .local_search import Local
-from .trws import Messages
-from .recombine import mix
 from .problem import Array
+from .recombine import mix
+from .trws import Messages
+from .variable_elimination import Elimination
 
 #: Rounds of messages before prices move for the first time.
 FIRST = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .problem import Array
 from .presolve import Core
+from .problem import Array
 
 
 def ranges(starts: Array, counts: Array) -> Array:

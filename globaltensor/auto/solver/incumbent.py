@@ -11,8 +11,8 @@ import numpy as np
 
 from .flat_arrays import Flat
 from .local_search import Local
-from .problem import Array, Number, Problem
 from .presolve import Core
+from .problem import Array, Number, Problem
 from .solution import Solution
 
 

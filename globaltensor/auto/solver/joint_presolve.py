@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .memory_presolve import tighten
-from .problem import Array, Problem, Usage
 from .presolve import as_floats, core_of
+from .problem import Array, Problem, Usage
 
 __all__ = ["Pair"]
 

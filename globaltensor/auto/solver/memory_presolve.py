@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from .problem import Array
 from .presolve import Core, Uses, drop, reduce
+from .problem import Array
 
 
 def tighten(core: Core, deadline: float = np.inf) -> Core:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .variable_elimination import Elimination
 from .problem import Array
+from .variable_elimination import Elimination
 
 #: Entries of the tables, with the node that is taken out, that are worked through.
 MOST = 5e8

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .dual_ascent import Ascent
-from .path_relinking import SLIGHT, between, crossing, weighted
-from .variable_elimination import Elimination
-from .reduced_cost_fixing import Known, Shifted
 from .flat_arrays import Flat
 from .joint_presolve import Pair
-from .problem import Array, Problem
 from .mip import close_larger, highspy
+from .path_relinking import SLIGHT, between, crossing, weighted
 from .presolve import core_of
+from .problem import Array, Problem
+from .reduced_cost_fixing import Known, Shifted
 from .solution import Solution
 from .solve import dear, solve
+from .variable_elimination import Elimination
 
 __all__ = ["Larger"]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .reduced_cost_fixing import entries
 from .flat_arrays import Flat, ranges
 from .problem import Array
+from .reduced_cost_fixing import entries
 
 #: Costs are scaled so that the gap to close is this wide: HiGHS works with absolute tolerances of 1e-7.
 WIDE = 1e4

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from .variable_elimination import Elimination
 from .flat_arrays import Flat
 from .local_search import Local
-from .recombine import mix
 from .problem import Array
+from .recombine import mix
+from .variable_elimination import Elimination
 
 #: Entries of a table in the elimination of a part.
 CAP = 20_000

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .problem import FORBIDDEN, Array, Problem
 from .array_interning import Shared
+from .problem import FORBIDDEN, Array, Problem
 
 #: Dominance compares K x K strategies over this many entries at the most, and a node between two others is taken out over as many.
 MOST_COMPARED = 4_000_000

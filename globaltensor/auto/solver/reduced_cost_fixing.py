@@ -9,9 +9,9 @@ import numpy as np
 
 from .flat_arrays import Flat, ranges
 from .min_marginals import Marginals
-from .trws import Messages
-from .problem import Array
 from .presolve import Core
+from .problem import Array
+from .trws import Messages
 
 
 class Known:

@@ -9,20 +9,20 @@ from functools import partial
 
 import numpy as np
 
-from .dual_ascent import Ascent
-from .neighborhood_search import Blocks
 from .branching import halves
-from .variable_elimination import Elimination
-from .reduced_cost_fixing import Known, Shifted
+from .dual_ascent import Ascent
 from .flat_arrays import Flat
-from .min_memory import least_usage
-from .min_marginals import marginals
-from .memory_presolve import tighten
-from .problem import Array, Problem
-from .mip import close, highspy
-from .presolve import Core, core_of, drop, reduce
 from .incumbent import Search
+from .memory_presolve import tighten
+from .min_marginals import marginals
+from .min_memory import least_usage
+from .mip import close, highspy
+from .neighborhood_search import Blocks
+from .presolve import Core, core_of, drop, reduce
+from .problem import Array, Problem
+from .reduced_cost_fixing import Known, Shifted
 from .solution import Solution
+from .variable_elimination import Elimination
 
 #: The time limit where none is given, in seconds.
 LONG = 3600.0

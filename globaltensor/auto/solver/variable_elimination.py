@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .problem import Array
 from .presolve import Core
+from .problem import Array
 
 #: The most entries of a table that is kept.
 CAP = 10_000_000

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ...errors import WorldError
 from ..communicator import Channel, Message
-from .shared_memory import Gone, Neighbours, Part
-from .process_group_comm import Background
-from .shared_memory_comm import SharedComm, topic
 from ..world import ProcessWorld
+from .process_group_comm import Background
+from .shared_memory import Gone, Neighbours, Part
+from .shared_memory_comm import SharedComm, topic
 
 __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import WorldError
 from ..._base.user_code import user_line
+from ...errors import WorldError
 from ..communicator import Comm, Handle, Scattered, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, due, spelled
 from ..world import ProcessWorld

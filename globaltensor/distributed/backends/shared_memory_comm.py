@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...errors import GlobalTensorError
 from ..communicator import Handle, Scattered, as_bytes, combine
-from .shared_memory import Gone, Neighbours, Part, host
-from .process_group_comm import MessageComm, ProcessComm
 from ..world import ProcessWorld
+from .process_group_comm import MessageComm, ProcessComm
+from .shared_memory import Gone, Neighbours, Part, host
 
 __all__ = ["SharedComm", "topic"]
 

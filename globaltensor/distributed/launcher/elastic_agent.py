@@ -20,9 +20,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from .log_streams import STDERR, STDOUT, Pump, Stream, say
 from .mpirun import Mpirun
 from .node_rendezvous import FixedNodes, TCPStore, Watch, serve
-from .log_streams import STDERR, STDOUT, Pump, Stream, say
 from .workers import Keeper, Rank, Team, signal_name, start_here
 
 __all__ = ["NodeAgent", "Signals"]

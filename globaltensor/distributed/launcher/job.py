@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ...errors import WorldError
 from ..._base.writable_path import check_writable
+from ...errors import WorldError
 from ..network import is_here, own_address
 from .elastic_agent import Signals
 from .node_rendezvous import CONNECT_SECONDS, FixedNodes, Interruptible

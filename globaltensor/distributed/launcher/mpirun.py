@@ -26,7 +26,7 @@ __all__ = ["Mpirun", "find_mpirun", "room"]
 
 _START_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.02
-_SHIM: Final = Path(__file__).with_name("distributed/launcher/mpirun_shim.py")
+_SHIM: Final = Path(__file__).with_name("mpirun_shim.py")
 
 
 def find_mpirun() -> str:

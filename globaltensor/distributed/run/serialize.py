@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...errors import WorldError
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 from ..simulate import simulate
 from ..world import placeholder, world
 

@@ -30,11 +30,11 @@ from torch.multiprocessing.spawn import spawn
 from ...errors import WorldError, noted
 from ..backends.select import VARIABLE, choose, names
 from ..cluster_env import detect
-from .worker import Call, Failure
-from ..launcher.mpirun import Mpirun
 from ..launcher.log_streams import Pump, Stream
+from ..launcher.mpirun import Mpirun
 from ..launcher.workers import Keeper, Rank, Team, tethered
 from .serialize import assembled, load, pack, unpack
+from .worker import Call, Failure
 
 __all__ = ["run", "spawn"]
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import WorldError
-from .serialize import Parcel, pack, save, unpack
 from ..world import ProcessWorld, reset_world, running
+from .serialize import Parcel, pack, save, unpack
 
 __all__ = ["Call", "Failure", "end_with", "main"]
 

@@ -11,14 +11,15 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from ..._base import torch_private
-from ..._ops import autograd_function, backward as gradients
+from ..._ops import autograd_function
+from ..._ops import backward as gradients
 from ..._ops.call_plan import tensors_in
 from ..._ops.rules.deferred_mean import settle
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
+from ..program.nodes import Step, backward
 from .reachability import leaves, reached
 from .recorder_base import Recorder, line
-from ..program.nodes import Step, backward
 
 __all__ = ["Differentiated", "Reached"]
 

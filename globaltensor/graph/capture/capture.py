@@ -13,20 +13,20 @@ from torch import fx
 
 from ..._base import torch_private
 from ..._ops.dispatch import fresh_plans
-from ...distributed.world import set_world, world
-from ..._tensor.view_tracking import refresh
-from ..._tensor.gradients.reducer import reducer
 from ..._ops.rules.deferred_mean import settle
-from ...sharding.spec import Spec
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.gradients.reducer import reducer
+from ..._tensor.view_tracking import refresh
+from ...distributed.world import set_world, world
+from ...sharding.spec import Spec
+from ..errors import GraphError
+from ..program.nodes import backward
+from ..pytree import replaced, tensors_in
 from .checkpoint_regions import marked
 from .dry_world import DryWorld
-from ..errors import GraphError
-from ..pytree import replaced, tensors_in
-from .recorders import Local, Logical
 from .recorder_base import of_user
+from .recorders import Local, Logical
 from .single_device import on_one_device
-from ..program.nodes import backward
 
 __all__ = ["Captured", "Result", "capture"]
 

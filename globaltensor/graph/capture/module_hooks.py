@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...sharding.placement import Placement
 from ..._tensor.global_tensor import GlobalTensor
-from .batch_norm_average import averaged
-from ..module_settings import Block
+from ...sharding.placement import Placement
 from ..errors import GraphError
-from .side_effects import kept
+from ..module_settings import Block
 from ..pytree import replaced, tensors_in
+from .batch_norm_average import averaged
 from .recorders import Logical
+from .side_effects import kept
 
 __all__ = ["block_of", "lying", "stages_of", "watched"]
 

@@ -15,9 +15,10 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from ..._base.user_code import PACKAGE_ROOT
 from ..._ops.call_plan import tensors_in
-from ...sharding.spec import Spec
 from ..._tensor.global_tensor import GlobalTensor
+from ...sharding.spec import Spec
 from ..errors import GraphError
 from ..program.nodes import Step
 
@@ -150,7 +151,7 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return func, args
 
 
-_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_INSIDE: Final = (str(Path(torch.__file__).parent), str(PACKAGE_ROOT), "<")
 
 
 def of_user(path: str) -> bool:

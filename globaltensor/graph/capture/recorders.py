@@ -13,29 +13,30 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from ..._base import torch_private, overridable
-from ..._ops import random as draws, autograd_function
-from ..._tensor.gradients import parameter_gather
+from ..._base import overridable, torch_private
 from ..._base.python_bodies import body_of, recalled
-from ...boxing import box
-from ..._ops.dispatch import call, lies_at, writes
-from ...distributed.simulate import SimulatedWorld
-from ...distributed.world import world
-from ..._tensor.view_tracking import MovedView
-from ...sharding.placement import Placement
+from ..._ops import autograd_function
+from ..._ops import random as draws
 from ..._ops.call_plan import name_of, replaced, tensors_in
+from ..._ops.dispatch import call, lies_at, writes
 from ..._ops.rules import UNSEEING
 from ..._ops.rules.deferred_mean import settle
-from ...sharding.spec import Spec, layout_on
 from ..._tensor.global_tensor import GlobalTensor
-from ..module_settings import stage_of_tensor
-from .random_branches import decided, drawn
-from .constant_folding import NotConstant, evaluated, nodes_in
-from .autograd_recorder import Differentiated, Reached
-from .dry_world import DryWorld, Untraceable
+from ..._tensor.gradients import parameter_gather
+from ..._tensor.view_tracking import MovedView
+from ...boxing import box
+from ...distributed.simulate import SimulatedWorld
+from ...distributed.world import world
+from ...sharding.placement import Placement
+from ...sharding.spec import Spec, layout_on
 from ..errors import GraphError
-from .recorder_base import Made, Recorder, casting, line, specs_of, spelled
+from ..module_settings import stage_of_tensor
 from ..program.nodes import Boxing, Draw, Gather, Step, autocast, set_grad_enabled
+from .autograd_recorder import Differentiated, Reached
+from .constant_folding import NotConstant, evaluated, nodes_in
+from .dry_world import DryWorld, Untraceable
+from .random_branches import decided, drawn
+from .recorder_base import Made, Recorder, casting, line, specs_of, spelled
 
 __all__ = ["Local", "Logical"]
 

@@ -17,8 +17,8 @@ from ..._base import torch_private
 from ..._ops.call_plan import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
-from .recorders import Logical
 from .recorder_base import Recorder, of_user
+from .recorders import Logical
 
 __all__ = ["kept"]
 

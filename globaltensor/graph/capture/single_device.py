@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._base import torch_private, overridable
+from ..._base import overridable, torch_private
 from ..._ops.methods import full
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError

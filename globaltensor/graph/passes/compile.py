@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .subgraph import Part, constants_first, put_back, storages, written
-from .recompute import Recomputed
 from ..program.nodes import Step, autocast, backward, set_grad_enabled
+from .recompute import Recomputed
+from .subgraph import Part, constants_first, put_back, storages, written
 
 __all__ = ["Compiled", "compile_parts"]
 

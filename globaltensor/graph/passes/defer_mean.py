@@ -7,11 +7,11 @@ import operator
 import torch
 from torch import fx
 
-from ...distributed.world import world
 from ..._ops.rules.loss import weight_of_kept
+from ...distributed.world import world
 from ..program.nodes import Boxing, Draw, Step, autocast, backward, count_of, counted, set_grad_enabled
-from .overlap import ancestors
 from .alias_analysis import Memory, is_boxing
+from .overlap import ancestors
 
 __all__ = ["count_late"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from .compile import compile_parts
 from . import recompute
+from .compile import compile_parts
 
 __all__ = ["lower"]
 

@@ -26,8 +26,8 @@ from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ..errors import GraphError
-from ..pytree import tensors_in
 from ..program.nodes import Boxing, Draw, Gather, Step, autocast, backward, set_grad_enabled
+from ..pytree import tensors_in
 from .subgraph import operands
 
 __all__ = ["Call", "choose", "kept_bytes", "segments"]

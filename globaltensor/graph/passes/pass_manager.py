@@ -13,14 +13,14 @@ from ...distributed.world import world
 from ..errors import GraphError
 from ..program.coalesced import Begin, End, Joint
 from ..program.nodes import Boxing, Gather
-from .dead_code import remove_dead, remove_idle
-from .overlap import begin_early
-from .fold_reductions import fold_sums
-from .remove_identity import remove_identities
-from .defer_mean import count_late
-from .coalesce_collectives import merge_boxings
-from .simplify_boxing import remove_redundant, unmoved
 from .boxing_cse import share_boxings
+from .coalesce_collectives import merge_boxings
+from .dead_code import remove_dead, remove_idle
+from .defer_mean import count_late
+from .fold_reductions import fold_sums
+from .overlap import begin_early
+from .remove_identity import remove_identities
+from .simplify_boxing import remove_redundant, unmoved
 
 __all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...distributed.world import placeholder, world
-from ..._tensor.gradients.reducer import settle
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.gradients.reducer import settle
+from ...distributed.world import placeholder, world
 
 __all__ = ["Grads"]
 

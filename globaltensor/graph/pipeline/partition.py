@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 from ..capture.capture import Captured
 from ..errors import GraphError
 from ..passes.alias_analysis import Memory

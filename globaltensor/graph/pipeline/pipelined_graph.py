@@ -15,14 +15,14 @@ from ...sharding.spec import Spec
 from .. import passes
 from ..capture.capture import Captured
 from ..passes.lower import lower
-from ..program.program import Program, State
 from ..program.nodes import Draw
-from .validate_schedule import fitted
-from .split_backward import DEFERRED, LIGHTER
+from ..program.program import Program, State
 from .partition import cut
 from .runtime import Pipeline
 from .schedule import Schedule
+from .split_backward import DEFERRED, LIGHTER
 from .stage import Stage
+from .validate_schedule import fitted
 
 __all__ = ["Staged", "lanes"]
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..._tensor.gradients.reducer import no_sync
 from ...boxing import box
 from ...distributed.world import world
 from ...errors import ScheduleError, WorldError
 from ...sharding.placement import Placement
-from ..._tensor.gradients.reducer import no_sync
 from .schedule import Action, Schedule, Span
 from .stage import Stage
 from .stage_transfer import Edge, Route, Transfer, lane_of

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ...errors import ScheduleError
 from ..._base.writable_path import write_text
+from ...errors import ScheduleError
 
 __all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "known", "schedule"]
 

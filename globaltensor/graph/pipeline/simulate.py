@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ScheduleError
-from .validate_schedule import Flow, in_flight, running_order
 from .schedule import Action, Schedule, Span
 from .timeline import Timeline
+from .validate_schedule import Flow, in_flight, running_order
 
 __all__ = ["Simulation", "simulate"]
 

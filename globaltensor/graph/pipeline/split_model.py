@@ -9,15 +9,15 @@ import torch
 
 from ..._base import torch_private
 from ..._ops.dispatch import meeting
+from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GlobalTensorError
-from ..module_settings import Block
-from ..pytree import replaced, tensors_in
-from . import *  # noqa: F403
 from ...parallel.module_to_global import module_to_global
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import layout_on
-from ..._tensor.global_tensor import GlobalTensor
+from ..module_settings import Block
+from ..pytree import replaced, tensors_in
+from . import *  # noqa: F403
 
 __all__ = ["cut"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..._tensor.gradients import parameter_gather
 from ..._ops.backward import in_this_thread, seed
+from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.gradients import parameter_gather
 from ..._tensor.gradients.reducer import reducer
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 from ..capture.recorder_base import casting
 from ..program.nodes import autocast
 from .split_backward import Later

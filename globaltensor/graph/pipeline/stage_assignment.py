@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...sharding.placement import Placement
 from ..._ops.call_plan import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
+from ...sharding.placement import Placement
 from ..capture.capture import Captured
 from ..errors import GraphError
 from ..passes.alias_analysis import Memory

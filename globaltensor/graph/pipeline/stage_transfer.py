@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._tensor.gradients.flat_buffers import Room
 from ...boxing.moves import gives, takes
 from ...distributed.communicator import Channel, Message
 from ...distributed.world import World
 from ...errors import ScheduleError, WorldError
-from ..._tensor.gradients.flat_buffers import Room
 from ...sharding.spec import Spec
 from .schedule import Schedule
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ...errors import ScheduleError
 from ..._base.writable_path import write_text
+from ...errors import ScheduleError
 from .schedule import KINDS, Action, Span
 
 __all__ = ["Timeline", "save_trace", "timeline", "trace"]

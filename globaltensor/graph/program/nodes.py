@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._ops import random as draws, backward as gradients
+from ..._ops import backward as gradients
+from ..._ops import random as draws
+from ..._ops.rules.deferred_mean import Count
+from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ...boxing import box, plan
-from ..._ops.rules.deferred_mean import Count
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 
 __all__ = ["Boxing", "Draw", "Gather", "Step", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
 

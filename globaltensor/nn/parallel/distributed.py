@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.process_groups import start
 from ...errors import GlobalTensorError, WorldError
-from ..._tensor.global_tensor import GlobalTensor
 from .replicas import GlobalReplicas
 from .transparent import Transparent
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import reducer
 from ...distributed.world import world
 from ...errors import GlobalTensorError, PlacementError
 from ...sharding.placement import Placement
-from ..._tensor.global_tensor import GlobalTensor
 from .transparent import Transparent
 
 __all__ = ["GlobalReplicas"]

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from ..._ops.call_plan import replaced, tensors_in
 from ..._tensor.convert import check_placement, spec_of
+from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.promote import check_replicated
 from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError
 from ...sharding.tensor_kinds import Described, described, refuse
 from ...sharding.placement import Placement
-from ..._ops.call_plan import replaced, tensors_in
-from ..._tensor.promote import check_replicated
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
-from ..._tensor.global_tensor import GlobalTensor
 
 __all__ = ["GlobalBatches"]
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.utils import data
 
+from ..._ops.call_plan import replaced, tensors_in
 from ..._tensor.convert import check_placement
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError, ShapeError
 from ...sharding.placement import Placement
-from ..._ops.call_plan import replaced, tensors_in
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
 from .prefetch import on_device
 from .sampler import DistributedSampler
 

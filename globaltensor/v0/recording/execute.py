@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..._ops.creation import full
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.graph import Graph
 from ...graph.pytree import replaced, tensors_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
-from ..._tensor.global_tensor import GlobalTensor
 from ..session.device_layout import Layout
 from .program import Given, Record, Ref, Step
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ...graph.pytree import replaced, tensors_in
-from .signature import Signature
 from ..blob import Blob
-from ..session.device_layout import Layout
 from ..errors import JobError
 from ..function_config import FunctionConfig
-from .program import Given, Record, Ref
+from ..session.device_layout import Layout
 from ..session.session import session
 from ..session.settings import logger
+from .program import Given, Record, Ref
 from .recorder import Tape, taping
+from .signature import Signature
 
 __all__ = ["JobFunction", "global_function"]
 

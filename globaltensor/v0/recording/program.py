@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...graph.pytree import tensors_in
-from ..session.device_layout import Devices
 from ..distribute import Distribute
+from ..session.device_layout import Devices
 
 __all__ = ["Declared", "Given", "Record", "Ref", "Step"]
 

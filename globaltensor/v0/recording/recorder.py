@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from ..session.device_layout import Devices, Layout
 from ..errors import JobError
-from .program import Declared, Given, Record, Step
 from ..scope import Scope, current_scope, default_view, mirrored_view_enabled
+from ..session.device_layout import Devices, Layout
+from .program import Declared, Given, Record, Step
 
 __all__ = ["Tape", "taping"]
 

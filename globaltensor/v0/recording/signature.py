@@ -14,8 +14,8 @@ import torch
 from ...graph.pytree import replaced, tensors_in
 from ..blob import Blob
 from ..errors import JobError
-from .program import Ref
 from ..typing import Bundle, Callback, Kind, ListListNumpy, Placeholder, arguments, origin
+from .program import Ref
 
 __all__ = ["Signature", "array_of"]
 

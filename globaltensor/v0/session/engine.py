@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import placeholder, world
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from ..._tensor.global_tensor import GlobalTensor
-from .device_layout import Layout
 from ..errors import SessionError
 from ..optimizer import DynamicLossScale
-from ..recording.program import Record
-from ..recording.execute import HOME, JobGraph, Variables
 from ..optimizer_updates import Update
+from ..recording.execute import HOME, JobGraph, Variables
+from ..recording.program import Record
 from ..variables import created, merged
+from .device_layout import Layout
 
 __all__ = ["Engine"]
 

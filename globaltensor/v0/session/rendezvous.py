@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import torch
 
+from ..._base.user_code import PACKAGE_ROOT
 from ...distributed.network import addresses_of, interface_of, is_here, own_address
-from .control_channel import Line, listen, proxies, reached
 from ..errors import SessionError
+from .control_channel import Line, listen, proxies, reached
 from .settings import Settings, logger
 
 __all__ = ["VARIABLE", "Meeting", "seconds"]
@@ -30,7 +31,7 @@ _HELLO_SECONDS: Final = 10.0
 _PROBE_SECONDS: Final = 3.0
 _TELL_SECONDS: Final = 10.0
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_LIBRARY: Final = Path(__file__).parents[1]
+_LIBRARY: Final = PACKAGE_ROOT
 
 
 def seconds() -> float:

@@ -30,17 +30,17 @@ from ...distributed.cluster_env import detect
 from ...distributed.env import get_world_size
 from ...distributed.launch import reserved_port
 from ...distributed.world import reset_world, running
+from ..errors import JobError, SessionError
+from ..recording.program import Record
+from ..recording.recorder import taping
 from ..recording.signature import array_of
-from .worker_pool import Crew, follow_master
-from .worker import Told, joined
 from .device_layout import Layout
 from .engine import Engine
-from ..errors import JobError, SessionError
-from .rendezvous import Meeting
 from .process_place import Place, Workers
-from ..recording.program import Record
+from .rendezvous import Meeting
 from .settings import logger, settings
-from ..recording.recorder import taping
+from .worker import Told, joined
+from .worker_pool import Crew, follow_master
 
 __all__ = ["Fetched", "Session", "reset", "session"]
 

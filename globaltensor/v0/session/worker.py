@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import torch
 
-from ...distributed.run.worker import end_with
 from ...distributed.rdma import init_rdma
+from ...distributed.run.worker import end_with
 from ...distributed.world import reset_world, running, world
+from ..recording.program import Record
 from .control_channel import Line, reached
 from .device_layout import Layout
 from .engine import Engine
 from .process_place import Workers, as_rank
-from ..recording.program import Record
 from .settings import logger
 
 __all__ = ["Told", "follow", "joined", "main"]

@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .control_channel import Line, listen
-from .worker import Told, follow
-from .device_layout import Layout
 from ..errors import SessionError
-from .rendezvous import Meeting
+from .control_channel import Line, listen
+from .device_layout import Layout
 from .process_place import Place, Workers
+from .rendezvous import Meeting
 from .settings import logger, settings
+from .worker import Told, follow
 
 __all__ = ["Crew", "follow_master"]
 

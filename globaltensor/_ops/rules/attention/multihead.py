@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...._base import torch_private
-from ..notation import Op
 from ..helpers import register
+from ..notation import Op
 
 __all__: list[str] = []
 

@@ -27,10 +27,10 @@ from ....cluster import current_cluster
 from ....errors import SbpError
 from ....sharding.sbp import Sbp
 from ....sharding.spec import Spec
-from ..strategy import Choice
-from ..notation import Arg, Dims, Factor, Op, Signature, Split, align
 from ..helpers import register, unless_empty
+from ..notation import Arg, Dims, Factor, Op, Signature, Split, align
 from ..registry import rule
+from ..strategy import Choice
 from .ring import Way, attend, paired
 
 __all__ = ["attention"]

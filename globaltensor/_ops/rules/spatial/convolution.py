@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....boxing.halo_exchange import fetch
-from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
+from ..helpers import register, stand_in, unless_empty, zeros_of
 from ..matmul import product
 from ..notation import Arg, Dims, Op, Split
-from ..helpers import register, stand_in, unless_empty, zeros_of
+from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
 
 __all__: list[str] = []
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .halo import moved, split_room, weighed
-from ..notation import Arg, Op, Split
 from ..helpers import register, unless_empty, zeros_connected
+from ..notation import Arg, Op, Split
+from .halo import moved, split_room, weighed
 
 __all__: list[str] = []
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....errors import FormError
-from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_room
-from ..notation import Arg, Op, Split
 from ..helpers import register, unless_empty, zeros_connected
+from ..notation import Arg, Op, Split
 from ..registry import RULES
+from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_room
 
 __all__: list[str] = []
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....boxing.halo_exchange import fetch
-from .halo import Window, interval, is_spread, moved, reach_of, split_room
-from ..notation import Arg, Op, Split
 from ..helpers import stand_in, zeros_of
+from ..notation import Arg, Op, Split
 from ..registry import rule
 from ..view import passes
+from .halo import Window, interval, is_spread, moved, reach_of, split_room
 
 __all__: list[str] = []
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ....errors import WorldError
 from ....sharding.spec import pieces
-from .requests import Round, Team, receive
-from .reduction import Reduction
 from .progress import Steps
+from .reduction import Reduction
+from .requests import Round, Team, receive
 
 __all__ = ["EAGER", "all_gather", "all_reduce", "all_reduce_pair", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ....errors import WorldError
 from . import collectives
-from .library import library
 from .contiguous import Memory, plain
-from .requests import Inbox, Letter, Round, Team
-from .reduction import Reduction, reduction
-from .sparse_all_reduce import all_reduce_sparse
+from .library import library
 from .progress import Finished, Joint, Operation, Steps, progress
+from .reduction import Reduction, reduction
+from .requests import Inbox, Letter, Round, Team
+from .sparse_all_reduce import all_reduce_sparse
 
 __all__ = ["MpiGroup"]
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ....errors import WorldError
 from . import collectives
-from .requests import Team
-from .reduction import Reduction
 from .progress import Steps
+from .reduction import Reduction
+from .requests import Team
 
 __all__ = ["all_reduce_sparse"]
 

@@ -1,0 +1,1 @@
+"""What everything may use: torch's private names, patches, pytrees. It knows no layout and no ranks."""

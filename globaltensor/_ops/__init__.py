@@ -1,0 +1,1 @@
+"""Operations: what torch functions do on global tensors."""

@@ -1,0 +1,1 @@
+"""Rules of attention: scaled dot products, rings over the sequence, the multi-head kernel."""

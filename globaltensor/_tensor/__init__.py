@@ -1,0 +1,1 @@
+"""The tensor: GlobalTensor, its views, its gradients and its files."""

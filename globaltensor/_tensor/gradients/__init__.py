@@ -1,0 +1,1 @@
+"""Gradients of leaves: pending sums, buckets, flat memory, and the gathers of sharded parameters."""

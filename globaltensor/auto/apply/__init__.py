@@ -1,0 +1,1 @@
+"""Carry a plan out: in graphs, in modules, in eager mode."""

@@ -1,0 +1,1 @@
+"""Fit the costs of a cluster to a model that runs on it."""

@@ -1,0 +1,1 @@
+"""Search over meshes, stages and micro-batches (Alpa's inter-operator parallelism)."""

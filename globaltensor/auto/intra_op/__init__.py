@@ -1,0 +1,1 @@
+"""Search on one mesh (Alpa's intra-operator parallelism)."""

@@ -1,0 +1,1 @@
+"""What is planned: the calls of a model, in segments, with their work."""

@@ -1,0 +1,1 @@
+"""The plan as data, and how it is shown."""

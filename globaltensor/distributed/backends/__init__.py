@@ -1,0 +1,1 @@
+"""What carries the collectives: process groups of torch, shared memory, MPI."""

@@ -1,0 +1,1 @@
+"""`flow.run` and `flow.spawn`: ranks that a notebook starts."""

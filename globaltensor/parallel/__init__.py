@@ -1,0 +1,1 @@
+"""Whole models made parallel: recipes, tensor-parallel plans, experts, adapters."""

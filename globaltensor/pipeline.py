@@ -1,0 +1,6 @@
+"""``flow.pipeline``: a model cut into stages, and the schedules by which stages take turns. The public page of `graph.pipeline`."""
+
+from .graph.pipeline import *  # noqa: F403
+from .graph.pipeline.split_model import cut
+
+__all__ = ["cut"]

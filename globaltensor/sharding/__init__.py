@@ -1,0 +1,1 @@
+"""Pure values: where a tensor lies."""
