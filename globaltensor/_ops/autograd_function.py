@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from .._base.torch_private import function_mode_on
+from .._base.overridable import shown
 from .._base.python_bodies import apply_plainly
-from ..boxing import box
-from .call_plan import replaced, tensors_in
-from .._tensor.promote import operand_spec, promote
+from .._base.torch_private import function_mode_on
+from .._tensor.global_tensor import GlobalTensor, refuse_transforms
 from .._tensor.gradients.reducer import reducer
+from .._tensor.gradients.watchers import Watcher
+from .._tensor.promote import operand_spec, promote
+from ..boxing import box
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .._base.overridable import shown
-from .._tensor.gradients.watchers import Watcher
-from .._tensor.global_tensor import GlobalTensor, refuse_transforms
+from .call_plan import replaced, tensors_in
 
 __all__ = ["install"]
 

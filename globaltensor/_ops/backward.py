@@ -13,16 +13,16 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .._base import torch_private
-from .._tensor.gradients import reducer, parameter_gather
-from ..boxing import box
-from .dispatch import HANDLERS, record
-from ..distributed.world import world
-from ..errors import KernelError, SbpError
-from .._tensor.promote import operand_spec, promote
-from .rules.deferred_mean import Count, Quotient
-from ..sharding.spec import Spec
 from .._base.overridable import visible
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.gradients import parameter_gather, reducer
+from .._tensor.promote import operand_spec, promote
+from ..boxing import box
+from ..distributed.world import world
+from ..errors import KernelError, SbpError
+from ..sharding.spec import Spec
+from .dispatch import HANDLERS, record
+from .rules.deferred_mean import Count, Quotient
 
 __all__ = ["backward", "get_grad", "grad", "local_grad", "run_owing", "set_grad"]
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from .._tensor.gradients import parameter_gather
+from .._base.overridable import apply
 from .._base.python_bodies import recalled
+from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .._tensor.gradients import parameter_gather
+from .._tensor.promote import promote
+from .._tensor.strides import Note, base_note, by_rows, differ, note, results
+from .._tensor.view_tracking import MovedView, aliased, share, shown_elsewhere, touched, written
 from ..boxing import box, log, plan
 from ..boxing.autograd import NOTHING
 from ..distributed.world import world
 from ..errors import GlobalTensorError, InplaceError
-from .._tensor.view_tracking import MovedView, aliased, share, shown_elsewhere, touched, written
 from ..sharding.placement import Placement
-from .._tensor.promote import promote
-from .rules import RULES, Range
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .._tensor.strides import Note, base_note, by_rows, differ, note, results
-from .._base.overridable import apply
-from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .rules import RULES, Range
 
 __all__ = [
     "Answer", "Boxed", "Guarded", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",

@@ -15,15 +15,20 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from . import call_plan
+from .._base.overridable import SEEN, apply
 from .._base.python_bodies import FORGOTTEN, apply_plainly, body_of
+from .._tensor.global_tensor import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
+from .._tensor.promote import operand_spec, promote
+from .._tensor.strides import differ, permutes
+from .._tensor.view_tracking import MovedView
 from ..boxing import box
 from ..distributed.replicated_values import note_replicated
 from ..distributed.world import ON_FORGET, sent, world
 from ..errors import FallbackWarning, GlobalTensorError, InplaceError, KernelError, PlacementError
-from .._tensor.view_tracking import MovedView
-from .custom_ops import Writing, keep_written_whole, needs_fake, written_operands
 from ..sharding.placement import Placement
+from ..sharding.sbp import broadcast
+from ..sharding.spec import Spec, Stored, fitting, layout_on
+from . import call_plan
 from .call_plan import (
     Answer,
     Boxed,
@@ -41,16 +46,11 @@ from .call_plan import (
     replaced,
     tensors_in,
 )
-from .._tensor.promote import operand_spec, promote
-from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, strategy, rule_of, spellings_of
+from .custom_ops import Writing, keep_written_whole, needs_fake, written_operands
+from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, rule_of, spellings_of, strategy
 from .rules import rule as declare_rule
 from .rules.deferred_mean import settle
-from ..sharding.sbp import broadcast
-from ..sharding.spec import Spec, Stored, fitting, layout_on
-from .._tensor.strides import differ, permutes
 from .shape_inference import check_dtypes, on_meta, operands_among
-from .._base.overridable import SEEN, apply
-from .._tensor.global_tensor import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
 
 __all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "record", "rule", "writes"]
 

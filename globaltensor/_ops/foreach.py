@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from ..boxing import box
-from .dispatch import HANDLERS, copy_back, global_copy, record
-from ..distributed.world import placeholder, world
-from ..sharding.tensor_kinds import kind_of
-from .._tensor.view_tracking import aliased, shown_elsewhere, written
-from ..sharding.placement import Placement
-from .call_plan import bring_together, name_of
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import operand_spec, promote
+from .._tensor.view_tracking import aliased, shown_elsewhere, written
+from ..boxing import box
+from ..distributed.world import placeholder, world
+from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from ..sharding.spec import Spec
+from ..sharding.tensor_kinds import kind_of
+from .call_plan import bring_together, name_of
+from .dispatch import HANDLERS, copy_back, global_copy, record
 from .shape_inference import on_meta
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["foreach", "foreach_norm"]
 

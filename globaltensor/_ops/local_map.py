@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from ..boxing import box
+from .._base.overridable import visible
 from .._tensor.convert import spec_of
+from .._tensor.global_tensor import GlobalTensor
+from .._tensor.gradients.reducer import reducer, watch
+from .._tensor.gradients.watchers import Watcher
+from .._tensor.promote import operand_spec, promote
+from ..boxing import box
 from ..distributed.world import placeholder, world
 from ..errors import SbpError
-from ..sharding.tensor_kinds import described, refuse
 from ..sharding.placement import Placement
-from .call_plan import replaced, tensors_in
-from .._tensor.promote import operand_spec, promote
-from .._tensor.gradients.reducer import reducer, watch
 from ..sharding.sbp import Sbp, as_layout
-from .._base.overridable import visible
-from .._tensor.gradients.watchers import Watcher
-from .._tensor.global_tensor import GlobalTensor
+from ..sharding.tensor_kinds import described, refuse
+from .call_plan import replaced, tensors_in
 
 __all__ = ["local_map"]
 

@@ -11,26 +11,26 @@ import numpy as np
 import torch
 
 from .._base import torch_private
-from . import backward as gradients
+from .._base.overridable import apply, visible
 from .._tensor import autograd_hooks, storage
-from .._tensor.gradients import reducer, parameter_gather
-from ..boxing import box
-from .._tensor.set_data import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .._tensor.convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
-from .dispatch import HANDLERS, into_plain, record
+from .._tensor.global_tensor import SEEN_AS, GlobalTensor, refuse_transforms
+from .._tensor.gradients import parameter_gather, reducer
+from .._tensor.promote import operand_spec, promote
+from .._tensor.serialization import reduce_ex, remade
+from .._tensor.set_data import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
+from .._tensor.strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
+from .._tensor.view_tracking import MovedView, twin, written
+from ..boxing import box
 from ..distributed.world import placeholder, world
 from ..errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
-from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
-from .._tensor.view_tracking import MovedView, twin, written
-from .._tensor.serialization import reduce_ex, remade
 from ..sharding.placement import Placement
-from .call_plan import admit_signs
-from .._tensor.promote import operand_spec, promote
 from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
-from .._tensor.strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
-from .._base.overridable import apply, visible
-from .._tensor.global_tensor import SEEN_AS, GlobalTensor, refuse_transforms
+from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
+from . import backward as gradients
+from .call_plan import admit_signs
+from .dispatch import HANDLERS, into_plain, record
 
 __all__ = ["GlobalTensor", "full", "install"]
 

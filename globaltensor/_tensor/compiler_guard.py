@@ -21,12 +21,12 @@ from weakref import WeakSet
 import torch
 
 from .._base import torch_private
+from .._base.user_code import caller_frame, is_user_code, user_frame, user_line
 from ..distributed.world import World
 from ..errors import CompileError, CompileWarning
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec
-from .._base.user_code import caller_frame, is_user_code, user_frame, user_line
 from .global_tensor import GlobalTensor
 
 __all__ = ["LEFT_ALONE", "forget", "install"]

@@ -15,10 +15,10 @@ import torch
 from .._base import torch_private
 from ..distributed.world import world
 from ..errors import GlobalTensorError, PlacementError, SbpError, ShapeError
-from ..sharding.tensor_kinds import Kind, described, refuse
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec
+from ..sharding.tensor_kinds import Kind, described, refuse
 from .global_tensor import GlobalTensor
 
 __all__ = ["all_ranks", "check_meta_consistency", "check_placement", "device_type", "gather_specs", "global_id", "to_global", "to_local"]

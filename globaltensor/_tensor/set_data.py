@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from . import autograd_hooks, compiler_guard
-from .gradients import reducer, parameter_gather
+from .._base.overridable import visible
+from .._ops.backward import get_grad, set_grad
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError, InplaceError, SbpError
-from .._ops.backward import get_grad, set_grad
-from .view_tracking import MovedView, share, twin
-from .promote import operand_spec, promote
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec, fitting
-from .strides import carry_note, forget_note
-from .._base.overridable import visible
+from . import autograd_hooks, compiler_guard
 from .global_tensor import GlobalTensor
+from .gradients import parameter_gather, reducer
+from .promote import operand_spec, promote
+from .strides import carry_note, forget_note
+from .view_tracking import MovedView, share, twin
 
 __all__ = ["become_global", "become_plain", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 

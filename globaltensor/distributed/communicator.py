@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DivergenceError, GlobalTensorError
-from ..sharding.tensor_kinds import Kind, refusal
 from ..sharding.spec import pieces
+from ..sharding.tensor_kinds import Kind, refusal
 from .divergence import History, Report, describe
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..sharding.tensor_kinds import Kind
 from .._base.user_code import user_line
+from ..sharding.tensor_kinds import Kind
 
 __all__ = [
     "ALWAYS_COMPARED", "COMPARED_EVERY", "READING", "READING_ADVICE", "History", "Purpose", "Report", "describe", "differs_at_end", "due", "end_record",

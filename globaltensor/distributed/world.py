@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from .._base import torch_private
 from ..errors import DivergenceError, WorldError
-from ..sharding.tensor_kinds import Kind
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
+from ..sharding.tensor_kinds import Kind
 from .backends.select import choose, lacking, prepare
 from .backends.shared_memory import Neighbours
 from .cluster_env import Detected, detect

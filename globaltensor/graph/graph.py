@@ -16,37 +16,38 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .._tensor.gradients import flat_buffers
-from ..distributed.divergence import digest_of
-from ..distributed.world import world
-from ..sharding.placement import Placement
-from .._tensor.promote import check_replicated
-from .._tensor.gradients.reducer import reducer
 from .._ops.rules import RULES
-from ..sharding.spec import layout_on
 from .._tensor.compiler_guard import LEFT_ALONE
 from .._tensor.global_tensor import GlobalTensor
-from . import passes, printing, state_dict as state
-from .rank_agreement import Text, agree, agreed, seed_of, settings
-from .module_settings import Proxy, bare
+from .._tensor.gradients import flat_buffers
+from .._tensor.gradients.reducer import reducer
+from .._tensor.promote import check_replicated
+from ..distributed.divergence import digest_of
+from ..distributed.world import world
+from ..optim.zero import Zero, freeing
+from ..sharding.placement import Placement
+from ..sharding.spec import layout_on
+from . import passes, printing
+from . import state_dict as state
 from .capture.capture import Captured, Result, capture
-from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
-from .grad_clip import clip
-from .config import Config
 from .capture.dry_world import DryWorld
+from .capture.module_hooks import lying, stages_of, watched
+from .config import Config
 from .errors import GraphError
+from .grad_clip import clip
+from .microbatch import Cutting
+from .module_settings import Proxy, bare
 from .module_state import Held
 from .passes.lower import lower
-from .microbatch import Cutting
-from .pytree import replaced, skeleton, tensors_in
 from .pipeline.grad_sync import Grads
-from .pipeline.trace import measured
 from .pipeline.pipelined_graph import Staged
 from .pipeline.timeline import Timeline
-from .sharding_plan import Applied, Plan, following, plan_of
+from .pipeline.trace import measured
 from .program.program import Program, reader
-from .capture.module_hooks import lying, stages_of, watched
-from ..optim.zero import Zero, freeing
+from .pytree import replaced, skeleton, tensors_in
+from .rank_agreement import Text, agree, agreed, seed_of, settings
+from .sharding_plan import Applied, Plan, following, plan_of
+from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
 
 __all__ = ["Graph"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from .._base import torch_private
-from .._tensor.set_data import become_global, become_plain, set_data
 from .._tensor.convert import check_placement
+from .._tensor.global_tensor import GlobalTensor
+from .._tensor.gradients.parameter_gather import unfolded
+from .._tensor.set_data import become_global, become_plain, set_data
 from ..distributed.world import world
 from ..errors import GlobalTensorError, SbpError, ShapeError
-from ..sharding.tensor_kinds import Kind, parameter_described, refuse
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast
-from .._tensor.gradients.parameter_gather import unfolded
 from ..sharding.spec import Spec
-from .._tensor.global_tensor import GlobalTensor
+from ..sharding.tensor_kinds import Kind, parameter_described, refuse
 
 __all__ = ["SameModel", "module_to_global", "module_to_local"]
 

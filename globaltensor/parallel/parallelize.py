@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .adapters import Layer, layers_in
 from .._tensor.convert import check_placement
+from .._tensor.global_tensor import GlobalTensor
 from ..errors import SbpError
-from .module_to_global import SameModel, SbpChoice
-from .expert_modules import dispatch_tokens, expert_parameters, experts_in
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast, split
-from .._tensor.global_tensor import GlobalTensor
+from .adapters import Layer, layers_in
+from .expert_modules import dispatch_tokens, expert_parameters, experts_in
+from .module_to_global import SameModel, SbpChoice
 
 __all__ = ["PLANS", "parallelize"]
 

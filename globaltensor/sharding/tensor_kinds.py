@@ -14,9 +14,9 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._base import torch_private
+from .._tensor.global_tensor import GlobalTensor
 from ..errors import GlobalTensorError, KindError, PlacementError
 from .placement import Placement
-from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["BARE", "Described", "Kind", "arrived", "described", "kind_of", "parameter_described", "refusal", "refuse"]
 

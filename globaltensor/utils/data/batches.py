@@ -13,9 +13,9 @@ from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.promote import check_replicated
 from ...distributed.world import placeholder, world
 from ...errors import GlobalTensorError, SbpError
-from ...sharding.tensor_kinds import Described, described, refuse
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
+from ...sharding.tensor_kinds import Described, described, refuse
 
 __all__ = ["GlobalBatches"]
 
