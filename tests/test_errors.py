@@ -110,7 +110,7 @@ def ragged_ranks() -> None:
     flow.placement("cpu", [[0, 1], [2]])
 
 
-@row(errors.PlacementError, "placement must be a globaltensor.sharding.placement", "'cpu'")
+@row(errors.PlacementError, "placement must be a globaltensor.placement", "'cpu'")
 def no_placement_at_all() -> None:
     torch.ones(2).to_global(placement="cpu", sbp=B)
 
@@ -350,17 +350,17 @@ class Written(torch.autograd.Function):
         return torch.ops.aten.mul.out(x, x, out=torch.empty(4, 4))  # type: ignore[no-any-return]
 
 
-@row(errors.KernelError, "custom torch.autograd.Function", "globaltensor._ops.local_map(function, out_sbp=..., in_sbp=...)")
+@row(errors.KernelError, "custom torch.autograd.Function", "globaltensor.local_map(function, out_sbp=..., in_sbp=...)")
 def custom_function_of_a_list() -> None:
     OfAList.apply([ones(requires_grad=True)])
 
 
-@row(errors.KernelError, "globaltensor._ops.local_map")
+@row(errors.KernelError, "globaltensor.local_map")
 def custom_function_that_calls_a_kernel_which_writes() -> None:
     Written.apply(ones(requires_grad=True))
 
 
-@row(errors.KernelError, "aten", "globaltensor._ops.local_map")
+@row(errors.KernelError, "aten", "globaltensor.local_map")
 def a_kernel() -> None:
     torch.ops.aten.add.out(ones(), ones(), out=ones())
 
@@ -489,7 +489,7 @@ def number_for_the_sbp_of_a_result() -> None:
     flow.local_map(lambda t: t, out_sbp=0)(ones())
 
 
-@row(errors.GlobalTensorError, "placements is a list of globaltensor.sharding.placement, one for each stage")
+@row(errors.GlobalTensorError, "placements is a list of globaltensor.placement, one for each stage")
 def one_placement_for_all_stages() -> None:
     flow.pipeline.cut(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), PAIR)  # type: ignore[arg-type]
 

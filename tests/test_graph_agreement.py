@@ -70,8 +70,8 @@ CASES = {
     "parameters": r"2 parameters",
     "scheduler": r"initial_lr=0.1|learning rate: StepLR",
     "placement": r"rank 1 could not capture the graph: .*different placements.*ranks=\[0\]",
-    "order": r"stage 1 lies on globaltensor.sharding.placement\(type=\"cpu\", ranks=\[1, 0\]\)",
-    "stages": r"stage 0 lies on globaltensor.sharding.placement\(type=\"cpu\", ranks=\[0, 1\]\)",
+    "order": r"stage 1 lies on globaltensor.placement\(type=\"cpu\", ranks=\[1, 0\]\)",
+    "stages": r"stage 0 lies on globaltensor.placement\(type=\"cpu\", ranks=\[0, 1\]\)",
     "error": r"rank 1 could not capture the graph: .*ValueError: of its own",
 }
 

@@ -190,7 +190,7 @@ def test_reading() -> None:
 def test_repr() -> None:
     x = spread(torch.arange(4.0), S(0), grad=True)
     assert repr(x) == (
-        'tensor([0., 1., 2., 3.], placement=globaltensor.sharding.placement(type="cpu", ranks=[0, 1]), sbp=(globaltensor.sbp.split(dim=0),), requires_grad=True)'
+        'tensor([0., 1., 2., 3.], placement=globaltensor.placement(type="cpu", ranks=[0, 1]), sbp=(globaltensor.sbp.split(dim=0),), requires_grad=True)'
     )
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
     assert repr(nn.Parameter(x.detach())).startswith("Parameter containing:\ntensor([0., 1.")

@@ -230,14 +230,14 @@ def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_gra
 def _no_forward_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
         "forward-mode derivatives do not cross from rank to rank, so a global tensor cannot be a dual tensor: torch.autograd.functional.jvp gets the same from "
-        "two backward passes; globaltensor._ops.local_map(function, out_sbp=..., in_sbp=...) runs forward mode on the local parts of a function that moves no data"
+        "two backward passes; globaltensor.local_map(function, out_sbp=..., in_sbp=...) runs forward mode on the local parts of a function that moves no data"
     )
 
 
 def _no_vmap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise KernelError(
         "vmap does not see how the parts of a global tensor belong together: write the batch as a dim (torch's functions take leading dims), loop over it, or "
-        "run vmap on the local parts: globaltensor._ops.local_map(torch.vmap(function), out_sbp=..., in_sbp=...)"
+        "run vmap on the local parts: globaltensor.local_map(torch.vmap(function), out_sbp=..., in_sbp=...)"
     )
 
 

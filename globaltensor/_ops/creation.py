@@ -148,7 +148,7 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
     """Raises PlacementError or SbpError where the arguments do not say one whole thing."""
     if placement is None:
         raise PlacementError(
-            f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.sharding.placement(type, ranks), or leave out sbp for an ordinary tensor"
+            f"{name} got sbp={sbp!r} but no placement: add placement=globaltensor.placement(type, ranks), or leave out sbp for an ordinary tensor"
         )
     check_placement(placement)  # type: ignore[arg-type]
     assert isinstance(placement, Placement)

@@ -54,7 +54,7 @@ def needs_fake(func: Any) -> GlobalTensorError:
     return GlobalTensorError(
         f"the rule of {func} can't be used: nobody knows the shape of its result without running it. Add a function for fake tensors, which torch.compile "
         "wants too: @torch.library.register_fake(...), or register_fake of what torch.library.custom_op made; or run it on local parts with "
-        "globaltensor._ops.local_map"
+        "globaltensor.local_map"
     )
 
 

@@ -625,7 +625,7 @@ def _warn_of(func: Any) -> None:
         target = f"torch.ops.{func}" if torch_private.is_kernel(func) else repr(name)
         warnings.warn(
             f"no rule for {name}: it runs on whole tensors (every input is made broadcast). Say how it splits with "
-            f"globaltensor.rule({target}, notation), or run it on local parts with globaltensor._ops.local_map",
+            f"globaltensor.rule({target}, notation), or run it on local parts with globaltensor.local_map",
             FallbackWarning,
             stacklevel=5,
         )
@@ -734,7 +734,7 @@ def check_target(target: Any) -> None:
     elif isinstance(target, type) or (isinstance(target, types.FunctionType) and not _asks_classes(target)):
         raise GlobalTensorError(
             f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on global tensors as it stands: a rule for it would never be "
-            "found. Rules are for torch's functions and for operators (torch.library.custom_op); globaltensor._ops.local_map runs a function of your own on parts"
+            "found. Rules are for torch's functions and for operators (torch.library.custom_op); globaltensor.local_map runs a function of your own on parts"
         )
 
 

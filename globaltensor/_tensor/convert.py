@@ -32,7 +32,7 @@ def all_ranks(size: int) -> Placement:
 def check_placement(placement: Placement) -> None:
     """Raises PlacementError where the placement names a rank outside this world."""
     if not isinstance(placement, Placement):
-        raise PlacementError(f"placement must be a globaltensor.sharding.placement, got {placement!r}")
+        raise PlacementError(f"placement must be a globaltensor.placement, got {placement!r}")
     size = world().size
     outside = [r for r in placement.flat if r >= size]
     if outside:

@@ -172,7 +172,7 @@ ORDINARY = frozenset((GlobalTensor, SlottedGlobalTensor))
 def kernel_message(where: object) -> str:
     return (
         f"a global tensor reached {where}, below torch's functions, where nobody knows how its parts belong together. Run that code on the local parts "
-        "instead: globaltensor._ops.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
+        "instead: globaltensor.local_map(function, out_sbp=..., in_sbp=...) gives it local tensors and wraps what it returns"
     )
 
 

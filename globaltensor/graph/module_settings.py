@@ -40,7 +40,7 @@ class Block:
         if stage_id is not None and (not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0):
             raise GraphError(f"set_stage: stage_id counts the stages from 0, got {stage_id!r}")
         if placement is not None and not isinstance(placement, Placement):
-            raise GraphError(f"set_stage: placement must be a globaltensor.sharding.placement, got {placement!r}")
+            raise GraphError(f"set_stage: placement must be a globaltensor.placement, got {placement!r}")
         self.stage_id, self.placement = stage_id, placement
 
     @property

@@ -169,7 +169,7 @@ def _sync_batch_norm(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
         if self.process_group is not None:
             raise GlobalTensorError(
                 "SyncBatchNorm with a process_group got a global tensor: its statistics are those of the whole batch; leave out process_group, "
-                "or run the module on local tensors with globaltensor._ops.local_map"
+                "or run the module on local tensors with globaltensor.local_map"
             )
         return torch.nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # (inherited: it does not look at the number of dims)
 

@@ -155,7 +155,7 @@ class Placement:
         return self
 
     def __repr__(self) -> str:
-        return f'globaltensor.sharding.placement(type="{self.type}", ranks={self._ranks_array.tolist()})'
+        return f'globaltensor.placement(type="{self.type}", ranks={self._ranks_array.tolist()})'
 
 
 def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:

@@ -20,7 +20,7 @@ def move() -> None:
     """Make this process's placements lie on `DEVICE`."""
     if DEVICE == "cpu":
         return
-    importlib.import_module("globaltensor.sharding.placement")._ALIASES["cpu"] = DEVICE  # the package's name of it is the class
+    importlib.import_module("globaltensor.placement")._ALIASES["cpu"] = DEVICE  # the package's name of it is the class
     torch.backends.cudnn.allow_tf32 = False
     torch.testing.assert_close = _leniently(torch.testing.assert_close)  # type: ignore[assignment]
     for holder in (torch, torch.Tensor):

@@ -185,7 +185,7 @@ class Local(Differentiated):
                     raise GraphError(_BY_CHANCE.format(line())) from None
                 raise error from None
         if torch_private.transforming():
-            raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor._ops.local_map")
+            raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
         name = getattr(func, "__name__", "")
         written = tuple(i for i, (t, v) in enumerate(zip(given, before, strict=True)) if not t.is_inference() and t._version != v)
         written = written or ((0,) if name == "__set__" else ())

@@ -40,7 +40,7 @@ def cut(model: torch.nn.Module, placements: Sequence[Placement], at: Sequence[st
     """
     placements = () if isinstance(placements, Placement) else list(placements)
     if not placements or not all(isinstance(p, Placement) for p in placements):
-        raise GlobalTensorError("pipeline.cut: placements is a list of globaltensor.sharding.placement, one for each stage")
+        raise GlobalTensorError("pipeline.cut: placements is a list of globaltensor.placement, one for each stage")
     order = [path for path, _ in model.named_modules() if path]
     begins = list(at) if at is not None else _even(model, order, len(placements))
     unknown = [path for path in begins if path not in order]
