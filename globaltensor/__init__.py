@@ -44,7 +44,7 @@ from ._ops.rank_guard import guard
 from .parallel.parallelize import parallelize
 from ._tensor.serialization import rebuild_global_tensor  # (the name that files have for it)
 from .sharding.placement import Placement, placement
-from .parallel.check_replicas import check_replicas
+from ._ops.check_replicas import check_replicas
 from ._tensor.gradients.reducer import counts_ride, no_sync, reduce_dtype
 from ._ops.rules.attention.sdpa import attention
 from ._ops.rules.experts import experts

@@ -14,7 +14,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor._base import torch_private
-from globaltensor._ops.call_plan import replaced, tensors_in
+from globaltensor._base.pytree import replaced, tensors_in
 from globaltensor._ops.rules.partial_extrema import AHEAD
 from globaltensor.auto.cost import strategies
 from globaltensor.auto.cost.reshard_cost import Prices

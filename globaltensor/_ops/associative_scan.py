@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import GlobalTensor
-from .call_plan import replaced, tensors_in
 
 __all__ = ["install"]
 

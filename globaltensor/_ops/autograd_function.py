@@ -16,15 +16,16 @@ import torch
 
 from .._base.overridable import shown
 from .._base.python_bodies import apply_plainly
+from .._base.pytree import replaced, tensors_in
+from .._base.refusals import refuse_transforms
 from .._base.torch_private import function_mode_on
-from .._tensor.global_tensor import GlobalTensor, refuse_transforms
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
 from .._tensor.promote import operand_spec, promote
 from ..boxing import box
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .call_plan import replaced, tensors_in
 
 __all__ = ["install"]
 

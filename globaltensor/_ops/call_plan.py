@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from .._base import torch_private
 from .._base.overridable import apply
 from .._base.python_bodies import recalled
+from .._base.pytree import rebuilt_tuple, replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
 from .._tensor.promote import promote
@@ -29,7 +30,7 @@ from .rules import RULES, Range
 
 __all__ = [
     "Answer", "Boxed", "Guarded", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
-    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "replaced", "shared", "tensors_in", "wrapped_whole",
+    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "shared", "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -64,38 +65,6 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
 
 
 # ---------------------------------------------------------------------------------------------------------------- trees of arguments
-
-
-def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in a nest of tuples, lists, slices and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            tensors_in(v, found)
-    elif isinstance(value, dict):
-        for v in value.values():
-            tensors_in(v, found)
-    return found
-
-
-def replaced(value: Any, these: Iterator[Any]) -> Any:
-    """The same nest with its tensors replaced by ``these``, in order."""
-    if isinstance(value, torch.Tensor):
-        return next(these)
-    if isinstance(value, (tuple, list)):
-        parts = [replaced(v, these) for v in value]
-        if isinstance(value, torch.Size):
-            return value
-        return type(value)(parts) if not isinstance(value, tuple) or type(value) is tuple else _named(value, parts)
-    if isinstance(value, dict):
-        return {k: replaced(v, these) for k, v in value.items()}
-    return value
-
-
-def _named(value: tuple[Any, ...], parts: list[Any]) -> Any:
-    """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
-    return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
 
 
 def is_count(t: torch.Tensor) -> bool:
@@ -607,7 +576,7 @@ def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
         return out
     if isinstance(told, (tuple, list)):
         parts = [_materialise(v, locals_) for v in told]
-        return type(told)(parts) if type(told) in (tuple, list) else _named(told, parts)  # type: ignore[arg-type]
+        return type(told)(parts) if type(told) in (tuple, list) else rebuilt_tuple(told, parts)  # type: ignore[arg-type]
     return told
 
 

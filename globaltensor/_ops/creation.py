@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.overridable import visible
+from .._base.pytree import replaced, tensors_in
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import check_replicated
@@ -26,7 +27,7 @@ from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
 from . import dispatch
 from . import random as draws
-from .call_plan import admit_signs, replaced, tensors_in
+from .call_plan import admit_signs
 from .random import Fill, draw, filled, part
 
 #: (placement, sbp) of what is created without saying so (utils/global_view.py).

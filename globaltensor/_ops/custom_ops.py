@@ -13,14 +13,16 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import apply
-from .._tensor.global_tensor import GlobalTensor, kernel_message
+from .._base.pytree import replaced, tensors_in
+from .._base.refusals import kernel_message
+from .._tensor.global_tensor import GlobalTensor
 from .._tensor.view_tracking import MovedView, touched
 from ..boxing import box
 from ..distributed.replicated_values import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec
-from .call_plan import Boxed, elsewhere, replaced, shared, tensors_in, wrapped_whole
+from .call_plan import Boxed, elsewhere, shared, wrapped_whole
 from .rules import Op
 
 __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]

@@ -17,7 +17,8 @@ import torch
 from .._base import torch_private
 from .._base.overridable import SEEN, apply
 from .._base.python_bodies import FORGOTTEN, apply_plainly, body_of
-from .._tensor.global_tensor import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor, kernel_message
+from .._base.refusals import kernel_message
+from .._tensor.global_tensor import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor
 from .._tensor.promote import operand_spec, promote
 from .._tensor.strides import differ, permutes
 from .._tensor.view_tracking import MovedView
@@ -52,7 +53,7 @@ from .rules import rule as declare_rule
 from .rules.deferred_mean import settle
 from .shape_inference import check_dtypes, on_meta, operands_among
 
-__all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "record", "rule", "writes"]
+__all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "rule", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -183,13 +184,6 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     else:
         wrapped._memory = None
     return wrapped
-
-
-def record(what: str, *tensors: GlobalTensor) -> None:
-    """Add to what this rank has run on global tensors: for handlers, which have no plan that does."""
-    for t in tensors:
-        spec = t._spec
-        world().history((spec.shown.placement,)).record(what.encode() + spec.text)
 
 
 _PLAIN = frozenset({int, type(None)})

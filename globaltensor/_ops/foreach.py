@@ -10,6 +10,7 @@ import torch
 
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.history import record
 from .._tensor.promote import operand_spec, promote
 from .._tensor.view_tracking import aliased, shown_elsewhere, written
 from ..boxing import box
@@ -19,7 +20,7 @@ from ..sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_nor
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import kind_of
 from .call_plan import bring_together, name_of
-from .dispatch import HANDLERS, copy_back, global_copy, record
+from .dispatch import HANDLERS, copy_back, global_copy
 from .shape_inference import on_meta
 
 __all__ = ["foreach", "foreach_norm"]

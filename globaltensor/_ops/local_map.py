@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._base.overridable import visible
+from .._base.pytree import replaced, tensors_in
 from .._tensor.convert import spec_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer, watch
@@ -20,7 +21,6 @@ from ..errors import SbpError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout
 from ..sharding.tensor_kinds import described, refuse
-from .call_plan import replaced, tensors_in
 
 __all__ = ["local_map"]
 

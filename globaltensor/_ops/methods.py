@@ -12,25 +12,29 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import apply, visible
+from .._base.refusals import refuse_transforms
 from .._tensor import autograd_hooks, storage
 from .._tensor.convert import all_ranks, check_meta_consistency, check_placement, device_type, gather_specs, global_id
-from .._tensor.global_tensor import SEEN_AS, GlobalTensor, refuse_transforms
+from .._tensor.global_tensor import SEEN_AS, GlobalTensor
+from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
+from .._tensor.history import record
 from .._tensor.promote import operand_spec, promote
 from .._tensor.serialization import reduce_ex, remade
 from .._tensor.set_data import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
 from .._tensor.strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
 from .._tensor.view_tracking import MovedView, twin, written
 from ..boxing import box
+from ..distributed.run.serialize import register_wrapper
 from ..distributed.world import placeholder, world
 from ..errors import GlobalTensorError, LocalTensorError, RenamedError, SbpError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
-from . import backward as gradients
+from .backward import tensor_backward
 from .call_plan import admit_signs
-from .dispatch import HANDLERS, into_plain, record
+from .dispatch import HANDLERS, into_plain
 
 __all__ = ["GlobalTensor", "full", "install"]
 
@@ -396,14 +400,14 @@ METHODS: dict[str, Any] = {
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),
     "cfloat": cast(torch.complex64), "cdouble": cast(torch.complex128), "type_as": lambda self, other: _with_dtype(self, other.dtype),
     "detach": detach, "detach_": detach_, "clone": clone, "contiguous": contiguous, "copy_": copy_, "stride": stride, "is_contiguous": is_contiguous,
-    "requires_grad_": requires_grad_, "retain_grad": autograd_hooks.retain_grad, "backward": gradients.tensor_backward, "register_hook": autograd_hooks.register_hook,
+    "requires_grad_": requires_grad_, "retain_grad": autograd_hooks.retain_grad, "backward": tensor_backward, "register_hook": autograd_hooks.register_hook,
     "register_post_accumulate_grad_hook": autograd_hooks.register_post_accumulate_grad_hook,
     **{f"{name}_": turned(name) for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")},
     "check_meta_consistency": check_meta_consistency, "global_id": global_id,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
     "grad_fn": property(autograd_hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
-    "grad": property(gradients.get_grad, gradients.set_grad, lambda self: gradients.set_grad(self, None)),
+    "grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
     "is_xpu": property(lambda self: self._spec.placement.type == "xpu"), "names": property(lambda self: (None,) * self.dim()),
@@ -439,6 +443,7 @@ def install() -> None:
         setattr(torch.Tensor, name, value)
     autograd_hooks.install()
     storage.install()
+    register_wrapper(GlobalTensor.wrap)
 
 
 def _plain_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -476,6 +481,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("detach", "detach_", "clone", "is_inference", "is_shared", "storage_type", "is_conj", "is_neg", "is_signed"):
     HANDLERS[getattr(torch, _name, None) or getattr(torch.Tensor, _name)] = _method(_name)
+HANDLERS.update(storage.HANDLERS)
 for _name in ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"):
     HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
 for _name in ("is_contiguous", "stride"):  # torch names the method of the tensor's own class

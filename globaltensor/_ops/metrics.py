@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .._base.import_hooks import when_imported
+from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
-from .call_plan import tensors_in
 
 __all__ = ["install"]
 

@@ -20,16 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._base import torch_private
+from .._base.pytree import tensors_in
 from .._base.user_code import user_line as _line
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.promote import content_digest
 from ..distributed.communicator import Comm
 from ..distributed.world import ProcessWorld, World, timeout, world
 from ..errors import DivergenceError, WorldError
-from ..parallel.check_replicas import replica_ranks
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
-from .call_plan import name_of, tensors_in
+from .call_plan import name_of
+from .check_replicas import replica_ranks
 
 __all__ = ["guard"]
 

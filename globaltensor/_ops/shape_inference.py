@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.pytree import replaced, tensors_in
 from ..distributed.world import world
 from ..sharding.spec import Spec
-from .call_plan import replaced, tensors_in
 
 __all__ = ["check_dtypes", "on_meta", "operands_among", "remembering"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.pytree import replaced, tensors_in
 from .._base.writable_path import Replacement
-from .._ops.call_plan import replaced, tensors_in
 from ..distributed.world import placeholder, world
 from ..errors import PartError, SbpError, WorldError
 from ..sharding.placement import Placement

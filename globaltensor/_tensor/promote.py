@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.refusals import refuse_transforms
 from .._base.user_code import caller_frame, user_frame
 from ..boxing import box
 from ..distributed.communicator import as_bytes, flatten
@@ -17,7 +18,6 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import BARE, Kind, described, kind_of, refuse
-from .global_tensor import refuse_transforms
 from .gradients.reducer import watch
 
 __all__ = ["check_replicated", "content_digest", "operand_spec", "promote"]

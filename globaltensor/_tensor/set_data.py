@@ -9,7 +9,6 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import visible
-from .._ops.backward import get_grad, set_grad
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError, InplaceError, SbpError
@@ -17,6 +16,7 @@ from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec, fitting
 from . import autograd_hooks, compiler_guard
 from .global_tensor import GlobalTensor
+from .grad import get_grad, set_grad
 from .gradients import parameter_gather, reducer
 from .promote import operand_spec, promote
 from .strides import carry_note, forget_note

@@ -13,14 +13,13 @@ from typing import Any, NoReturn
 import torch
 
 from .._base import torch_private
-from .._ops.dispatch import HANDLERS
 from ..distributed.world import world
 from ..errors import InterfaceError, StorageError
 from ..sharding.spec import Spec
 from .global_tensor import REFUSED, GlobalTensor
 from .view_tracking import MovedView
 
-__all__ = ["METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
+__all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
 
 
 def is_whole(spec: Spec, rank: int) -> bool:
@@ -279,9 +278,10 @@ def _answered_by(name: str) -> Any:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs) if isinstance(args[0], GlobalTensor) else False
 
 
-for _name in METHODS:
-    if callable(METHODS[_name]) and _name not in ("_typed_storage", "is_set_to"):
-        HANDLERS[getattr(torch.Tensor, _name)] = _method(_name)
+#: Functions of torch that need no plan: torch function -> handler(func, args, kwargs).
+HANDLERS: dict[Any, Any] = {
+    getattr(torch.Tensor, name): _method(name) for name, method in METHODS.items() if callable(method) and name not in ("_typed_storage", "is_set_to")
+}
 HANDLERS[torch.Tensor.is_set_to] = _answered_by("is_set_to")
 HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = lambda func, args, kwargs: cuda_array_interface(*args)  # type: ignore[attr-defined]
 REFUSED[torch_private.TAKING_MEMORY] = _refuse_set

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._base.pytree import object_tensors, replaced_in_objects
 from .._tensor.global_tensor import GlobalTensor
 from ..cluster import Cluster, current_cluster
 from ..distributed.world import world
 from ..graph.graph import Graph
-from ..graph.pytree import replaced, tensors_in
 from ..parallel.parallelize import PLANS
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
@@ -102,7 +102,7 @@ class _Clock:
 
 def _rows(given: Any) -> list[int]:
     """Dim 0 of each tensor of the inputs that has one."""
-    return [t.shape[0] for t in tensors_in(given, []) if t.dim()]
+    return [t.shape[0] for t in object_tensors(given, []) if t.dim()]
 
 
 def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options: Options, left: _Clock) -> Plan:
@@ -237,7 +237,7 @@ def _of_batch(given: Any, batch: int) -> Any:
     rows = next(iter(_rows(given)), None)
     if rows is None:
         raise PlanError(f"batch={batch}: none of the inputs is a tensor with rows")
-    return replaced(given, iter([_resized(t, batch) if t.dim() and t.shape[0] == rows else t for t in tensors_in(given, [])]))
+    return replaced_in_objects(given, iter([_resized(t, batch) if t.dim() and t.shape[0] == rows else t for t in object_tensors(given, [])]))
 
 
 def _resized(t: torch.Tensor, batch: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._base.overridable import shown
+from .._base.refusals import refuse_transforms
 from .._base.torch_private import function_mode_on, is_zero_tensor, storage_key
-from .._tensor.global_tensor import refuse_transforms
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sharding.sbp import broadcast, partial_sum

@@ -1,7 +1,8 @@
 """torch.distributed's collectives and messages: its own functions with its own signatures, safe to call on any tensor.
 
-They start the world where nobody has. On gloo, which reads and writes storages as they lie, a tensor that is not contiguous, or of a dtype it does not
-know, travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (distributed/collective_check.py). Other backends get what is given.
+They start the world where nobody has. On gloo, which reads and writes storages as they lie, a tensor that is not contiguous, or of a dtype it does not know,
+travels as a contiguous copy of one it does; and the ranks first compare what they are about to call (distributed/collective_check.py). Other backends get what
+is given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._tensor.global_tensor import GlobalTensor
 from ..errors import GlobalTensorError
 from .collective_check import Call, agree, enabled
 from .process_groups import start
@@ -44,9 +44,10 @@ _RENAMED: Final = {"all_gather_into_tensor": "all_gather_single", "reduce_scatte
 def refuse_global(name: str, values: Iterable[Any]) -> None:
     """Raise GlobalTensorError where one of the values, or an element of one, is a global tensor."""
     for value in values:
-        if isinstance(value, GlobalTensor):
+        if isinstance(value, torch.Tensor) and value.is_global:  # type: ignore[attr-defined]
+            spec = value.spec  # type: ignore[attr-defined]
             raise GlobalTensorError(
-                f"{name} got a global tensor, {value._spec!r}: collectives move local tensors. x.to_global(sbp=...) moves a global one between ranks, "
+                f"{name} got a global tensor, {spec!r}: collectives move local tensors. x.to_global(sbp=...) moves a global one between ranks, "
                 "with its gradient; x.to_local() gives this rank's part of it"
             )
         if isinstance(value, (list, tuple)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..sharding.placement import Placement
+from ..sharding.placement import Placement, register_job_size
 from .rdma import destroy_rdma, init_rdma, rdma_is_initialized
 from .world import world
 
@@ -36,3 +36,6 @@ def get_node_size() -> int:
 def all_device_placement(type: str) -> Placement:
     """All ranks of this job on one axis, on devices of ``type``. Raises PlacementError for an unknown device type."""
     return Placement.all(type)
+
+
+register_job_size(lambda: (get_world_size(), get_node_size()))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from .._base.pytree import object_tensors, replaced_in_objects, skeleton
 from .._ops.rules import RULES
 from .._tensor.compiler_guard import LEFT_ALONE
 from .._tensor.global_tensor import GlobalTensor
@@ -44,7 +45,6 @@ from .pipeline.pipelined_graph import Staged
 from .pipeline.timeline import Timeline
 from .pipeline.trace import measured
 from .program.program import Program, reader
-from .pytree import replaced, skeleton, tensors_in
 from .rank_agreement import Text, agree, agreed, seed_of, settings
 from .sharding_plan import Applied, Plan, following, plan_of
 from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
@@ -279,7 +279,7 @@ class Graph:
 
     def _check_inputs(self, args: Any, kwargs: Any) -> None:
         """Plain inputs of a graph of global tensors count as the same on every rank."""
-        given = tensors_in(kwargs, tensors_in(args, []))
+        given = object_tensors(kwargs, object_tensors(args, []))
         here = world()
         if here.compares and any(isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *given)):
             for i, t in enumerate(given):
@@ -337,7 +337,7 @@ class Graph:
     def _brought(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments; where there are stages, what lies where none does (a batch on all ranks) is brought to the first, with its sbp as it is."""
         places = self._places()
-        given = tensors_in(kwargs, tensors_in(args, []))
+        given = object_tensors(kwargs, object_tensors(args, []))
         if not places or not any(isinstance(t, GlobalTensor) and t.placement not in places for t in given):
             return args, kwargs
         first = places[0]
@@ -348,7 +348,7 @@ class Graph:
             return t.to_global(placement=first, sbp=layout_on(first, t.sbp))
 
         these = iter([there(t) for t in given])
-        return replaced(args, these), replaced(kwargs, these)
+        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
     def _places(self) -> list[Placement]:
         """Where the stages lie that modules are said to be in."""
@@ -415,7 +415,7 @@ class Graph:
         if self.config.memory is not None:
             passes.choose(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
-            given = tensors_in(kwargs, tensors_in(args, []))
+            given = object_tensors(kwargs, object_tensors(args, []))
             how = self.config.schedule, self.config.buffers, self.name, self.config.backend
             built = Built(captured, None, Staged(captured, stages, given, states, micros, *how))
         else:
@@ -504,16 +504,16 @@ def _shape_of(value: Any) -> Any:
 
 def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
     args, kwargs = micro
-    return [t._local if isinstance(t, GlobalTensor) else t for t in tensors_in(kwargs, tensors_in(args, []))]
+    return [t._local if isinstance(t, GlobalTensor) else t for t in object_tensors(kwargs, object_tensors(args, []))]
 
 
 def _filled(structure: Any, found: Iterator[torch.Tensor]) -> Any:
     """build()'s result with this run's tensors in it."""
     outs = []
-    for result in tensors_in(structure, [], Result):
+    for result in object_tensors(structure, [], Result):
         local = next(found).detach()
         outs.append(local if result.spec is None else GlobalTensor.wrap(local, result.spec))
-    return replaced(structure, iter(outs), Result)
+    return replaced_in_objects(structure, iter(outs), Result)
 
 
 LEFT_ALONE.append(Graph)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from .._base.pytree import object_tensors, replaced_in_objects
 from .._tensor.global_tensor import GlobalTensor
 from ..sharding.spec import Spec
 from .errors import GraphError
-from .pytree import replaced, tensors_in
 
 __all__ = ["Cutting"]
 
@@ -24,7 +24,7 @@ class Cutting:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
         self.args, self.kwargs, self.n = args, kwargs, n
-        self.tensors = tensors_in(kwargs, tensors_in(args, [])) if n > 1 else []
+        self.tensors = object_tensors(kwargs, object_tensors(args, [])) if n > 1 else []
         for t in self.tensors:
             if t.dim() and t.shape[0] % n:
                 raise GraphError(
@@ -43,7 +43,7 @@ class Cutting:
         out = []
         for i in range(self.n):
             these = iter([column[i] for column in columns])
-            out.append((replaced(self.args, these), replaced(self.kwargs, these)))
+            out.append((replaced_in_objects(self.args, these), replaced_in_objects(self.kwargs, these)))
         return out
 
     def _parts(self, t: torch.Tensor) -> list[torch.Tensor]:
@@ -62,8 +62,8 @@ class Cutting:
         first = outs[0]
         if len(outs) == 1:
             return first
-        columns = list(zip(*[tensors_in(out, []) for out in outs], strict=True))
-        return replaced(first, iter([self._joined(list(column)) for column in columns]))
+        columns = list(zip(*[object_tensors(out, []) for out in outs], strict=True))
+        return replaced_in_objects(first, iter([self._joined(list(column)) for column in columns]))
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
         first = parts[0]

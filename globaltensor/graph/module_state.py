@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._ops import backward
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
+from .._tensor.grad import set_grad
 
 __all__ = ["Held"]
 
 _numbers = itertools.count()
 # As methods of tensors they are seen by recorders; here nobody records.
-_set_grad = backward.set_grad.__wrapped__  # type: ignore[attr-defined]
+_set_grad = set_grad.__wrapped__  # type: ignore[attr-defined]
 
 
 class Held:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .._base.pytree import replaced, tensors_in
 from .._base.writable_path import write_text
-from .._ops.call_plan import name_of, replaced, tensors_in
+from .._ops.call_plan import name_of
 from .._ops.rules import RULES, Arg, Op, rule_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._ops.call_plan import tensors_in
+from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from .errors import GraphError
 

@@ -24,8 +24,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._base import torch_private
-from .._ops.backward import local_grad
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.grad import local_grad
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import GlobalTensorError, ShapeError

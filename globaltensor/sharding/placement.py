@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import PlacementError
 
-__all__ = ["DEVICE_TYPES", "Placement", "placement"]
+__all__ = ["DEVICE_TYPES", "Placement", "placement", "register_job_size"]
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "hpu", "npu", "mlu", "mps", "meta")
 _ALIASES = {"gpu": "cuda"}
+
+
+_job: list[Callable[[], tuple[int, int]]] = []
+
+
+def register_job_size(size: Callable[[], tuple[int, int]]) -> None:
+    """Say who knows how many ranks and nodes this job has (distributed/env.py): ``size()`` -> (ranks, nodes)."""
+    _job[:] = [size]
+
+
+def _job_size() -> tuple[int, int]:
+    return _job[0]()
 
 
 class Placement:
@@ -91,9 +103,7 @@ class Placement:
     @staticmethod
     def all(type: str) -> Placement:
         """All ranks of this job, on one axis."""
-        from ..distributed import env
-
-        return Placement(type, list(range(env.get_world_size())))
+        return Placement(type, list(range(_job_size()[0])))
 
     @property
     def device_type(self) -> str:
@@ -160,14 +170,13 @@ class Placement:
 
 def _of_nodes(devices: Mapping[int, Any], hierarchy: Sequence[int] | None) -> np.ndarray[Any, Any]:
     """``{node: device, or devices}`` -> ranks: those of a node are numbered one after the other, as many on each."""
-    from ..distributed import env
-
     said = "placement(type, {node: devices}, hierarchy) is deprecated: name the ranks, placement(type, [[0, 1], [2, 3]])"
     warnings.warn(said, DeprecationWarning, stacklevel=3)
     each = {int(node): np.atleast_1d(np.array(list(d) if isinstance(d, range) else d)) for node, d in devices.items()}
     if any(d.ndim != 1 or not np.issubdtype(d.dtype, np.integer) or d.min(initial=0) < 0 for d in each.values()) or min(each, default=-1) < 0:
         raise PlacementError(f"devices by node must be {{node: a device, or a list or range of devices}}, numbered from 0; got {devices!r}")
-    on_each = env.get_world_size() // env.get_node_size() if max(each) else 0
+    ranks_of_job, nodes = _job_size()
+    on_each = ranks_of_job // nodes if max(each) else 0
     ranks = np.concatenate([node * on_each + d for node, d in sorted(each.items())])
     if hierarchy and math.prod(hierarchy) != ranks.size:
         raise PlacementError(f"hierarchy {tuple(hierarchy)} has {math.prod(hierarchy)} places for {ranks.size} devices: {devices!r}")

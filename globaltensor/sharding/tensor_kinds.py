@@ -14,7 +14,6 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._base import torch_private
-from .._tensor.global_tensor import GlobalTensor
 from ..errors import GlobalTensorError, KindError, PlacementError
 from .placement import Placement
 
@@ -59,10 +58,14 @@ _OF_PARAMETER: Final = (
 )
 
 
+def _is_global(t: torch.Tensor) -> bool:
+    return bool(t.is_global)  # type: ignore[attr-defined]
+
+
 def kind_of(t: torch.Tensor) -> Kind | None:
     """Return the kind of a tensor that is none of those that global tensors are made of, else None."""
-    if (cls := type(t)) not in _ORDINARY and (issubclass(cls, GlobalTensor) or (found := _kind_of_class(t)) is not None):
-        return None if issubclass(cls, GlobalTensor) else found
+    if type(t) not in _ORDINARY and (_is_global(t) or (found := _kind_of_class(t)) is not None):
+        return None if _is_global(t) else found
     if t.layout is not torch.strided:
         name = str(t.layout)
         return Kind("an MKL-DNN tensor" if "mkldnn" in name else f"a sparse tensor ({name})", _SPARSE, operand=True)
@@ -97,7 +100,7 @@ def arrived(t: torch.Tensor) -> torch.Tensor:
 def _parameter_kind(t: torch.Tensor) -> Kind | None:
     """Return the kind of a parameter or buffer that cannot become global and stay the same object, else None."""
     cls = type(t)
-    if (kind := kind_of(t)) is not None or cls in _ORDINARY or issubclass(cls, GlobalTensor):
+    if (kind := kind_of(t)) is not None or cls in _ORDINARY or _is_global(t):
         return kind
     if cls.__basicsize__ != torch.Tensor.__basicsize__:
         return Kind(
@@ -140,7 +143,7 @@ def parameter_described(t: torch.Tensor) -> Any:
     """Return the same of a parameter or buffer, which becomes global and stays the same object; with what its gradient is, if it has one."""
     if (kind := _parameter_kind(t)) is not None:
         return kind
-    grad = None if isinstance(t, GlobalTensor) or not t.is_leaf or t.grad is None else described(t.grad)
+    grad = None if _is_global(t) or not t.is_leaf or t.grad is None else described(t.grad)
     if isinstance(grad, Kind):
         return grad._replace(text=f"a parameter whose gradient is {grad.text}")
     return tuple(t.shape), t.dtype, grad

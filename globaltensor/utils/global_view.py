@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from .._base.pytree import object_tensors, replaced_in_objects
 from .._ops.creation import GLOBALLY
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from ..distributed.world import world
 from ..errors import SbpError
-from ..graph.pytree import replaced, tensors_in
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout
 
@@ -38,7 +38,7 @@ def to_global(
     """
     if warn_on_non_tensor_leaf:
         _warn_of(input)
-    tensors = tensors_in(input, [])
+    tensors = object_tensors(input, [])
     if placement is not None:
         check_placement(placement)
         here, first = world(), placement.flat[0]
@@ -47,9 +47,9 @@ def to_global(
         if input is None and told[first] is not True:
             shell, kinds = told[first]
             tensors = [torch.empty(0, dtype=d, requires_grad=g) for d, g in kinds]
-            input = replaced(shell, iter(tensors))
+            input = replaced_in_objects(shell, iter(tensors))
     made = [t.to_global(placement=placement, sbp=sbp(input, t) if _is_rule(sbp) else sbp, **options) for t in tensors]  # type: ignore[attr-defined, operator]
-    return replaced(input, iter(made))
+    return replaced_in_objects(input, iter(made))
 
 
 def _is_rule(sbp: Any) -> bool:
@@ -60,8 +60,8 @@ def _shape(input: Any) -> Any:
     """What another rank needs to have the same nest: it, with nothing for each tensor, and their dtypes. True: nothing at all."""
     if input is None:
         return True
-    tensors = tensors_in(input, [])
-    return replaced(input, iter([torch.empty(0)] * len(tensors))), [(t.dtype, t.requires_grad) for t in tensors]
+    tensors = object_tensors(input, [])
+    return replaced_in_objects(input, iter([torch.empty(0)] * len(tensors))), [(t.dtype, t.requires_grad) for t in tensors]
 
 
 def _warn_of(value: Any) -> None:
@@ -77,8 +77,8 @@ def _warn_of(value: Any) -> None:
 
 def to_local(input: Any, *, copy: bool = False) -> Any:
     """This rank's part of every global tensor in a nest of tuples, lists and dicts; what is local already stays."""
-    tensors = tensors_in(input, [])
-    return replaced(input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors]))
+    tensors = object_tensors(input, [])
+    return replaced_in_objects(input, iter([t.to_local(copy=copy) if isinstance(t, GlobalTensor) else t for t in tensors]))
 
 
 @dataclass(frozen=True)

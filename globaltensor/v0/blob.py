@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph.pytree import replaced, tensors_in
+from .._base.pytree import object_tensors, replaced_in_objects
 from .distribute import Distribute, assert_is_valid_distribute
 from .errors import JobError
 from .recording.program import Ref, Step
@@ -115,20 +115,20 @@ def recording() -> Tape:
 def apply(op: Callable[..., Any], *args: Any, op_name: str | None = None, **kwargs: Any) -> Any:
     """Record an op, a function of tensors and plain values -> its results, blobs in place of tensors. Raises JobError where the op refuses its arguments."""
     tape = recording()
-    blobs = [tape.seen(b) for b in tensors_in((args, kwargs), [], Blob)]
+    blobs = [tape.seen(b) for b in object_tensors((args, kwargs), [], Blob)]
     blobs = [scoped(b) for b in blobs]
     try:
         given = [torch.empty(b.shape, dtype=b.dtype, device="meta") for b in blobs]
-        args_, kwargs_ = replaced((args, kwargs), iter(given), Blob)
+        args_, kwargs_ = replaced_in_objects((args, kwargs), iter(given), Blob)
         out = op(*args_, **kwargs_)
     except Exception as error:
         shown = ", ".join(map(repr, blobs)) or "no blobs"
         told = op_name or getattr(op, "__name__", str(op)).lstrip("_")
         raise JobError(f"{told} of {shown}: {error}") from error
-    made = tensors_in(out, [])
-    refs = replaced((args, kwargs), iter([Ref(b.index) for b in blobs]), Blob)
+    made = object_tensors(out, [])
+    refs = replaced_in_objects((args, kwargs), iter([Ref(b.index) for b in blobs]), Blob)
     step = tape.add(op, *refs, len(made), _times(blobs), op_name)
-    return replaced(out, iter([Blob(tape, i, t.shape, t.dtype, step) for i, t in zip(step.outs, made, strict=True)]))
+    return replaced_in_objects(out, iter([Blob(tape, i, t.shape, t.dtype, step) for i, t in zip(step.outs, made, strict=True)]))
 
 
 def own_step(
@@ -138,8 +138,8 @@ def own_step(
     """Record one of the replay's own steps, with one result of this shape and dtype. ``mirrored``: its view; None: that of the blobs it takes, of which the
     shape follows, or without any the scope's."""
     tape = recording()
-    blobs = [tape.seen(b) for b in tensors_in(args, [], Blob)]
-    refs = replaced(args, iter([Ref(b.index) for b in blobs]), Blob)
+    blobs = [tape.seen(b) for b in object_tensors(args, [], Blob)]
+    refs = replaced_in_objects(args, iter([Ref(b.index) for b in blobs]), Blob)
     if mirrored is None and blobs:
         mirrored = blobs[0].mirrored
     step = tape.add(op, refs, {}, 1, _times(blobs) if times is None else times, name, devices, mirrored)

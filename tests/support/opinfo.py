@@ -16,8 +16,9 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import globaltensor as flow
+from globaltensor._base.pytree import replaced
 from globaltensor._ops import creation, dispatch
-from globaltensor._ops.call_plan import Boxed, Through, Whole, replaced
+from globaltensor._ops.call_plan import Boxed, Through, Whole
 from globaltensor._ops.rules import RULES
 from globaltensor._tensor.global_tensor import GlobalTensor
 from globaltensor.distributed.simulate import simulate

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from ..._base import torch_private
+from ..._base.pytree import object_tensors
 from ..._tensor.global_tensor import GlobalTensor
 from ...graph.config import Auto
 from ...graph.errors import GraphError
-from ...graph.pytree import tensors_in
 from ...graph.rank_agreement import Text, agreed
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import SEARCHED
@@ -79,7 +79,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
         return calls, Text((), [f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}" for c in calls.calls])
 
     calls = agreed(name, captured, 'parallelize with "auto" looked for a plan: a model that asks for values takes one by name, "data", "fsdp", "tensor"')
-    given = tensors_in(kwargs, tensors_in(args, []))
+    given = object_tensors(kwargs, object_tensors(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
     fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
     found = agreed(name, lambda: (chosen(calls, cluster, placement, Auto(), fixed, 2.0), None))

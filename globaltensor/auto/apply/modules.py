@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from ..._base import torch_private
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ...boxing.moves import Layout
 from ...graph.module_settings import Block
 from ...graph.pipeline.split_model import staged
-from ...graph.pytree import replaced, tensors_in
 from ...graph.sharding_plan import entry
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import SEARCHED
@@ -168,10 +168,10 @@ class _Entering:
         self.where, self.layouts = where, layouts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors: list[torch.Tensor] = tensors_in(kwargs, tensors_in(args, []))
+        tensors: list[torch.Tensor] = object_tensors(kwargs, object_tensors(args, []))
         known = self.layouts if len(self.layouts) == len(tensors) else [None] * len(tensors)
         these = iter([self.brought(t, layout) for t, layout in zip(tensors, known, strict=True)])
-        return replaced(args, these), replaced(kwargs, these)
+        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
     def brought(self, t: Any, layout: Layout | None) -> Any:
         if not isinstance(t, GlobalTensor) or t.placement is self.where:
@@ -261,11 +261,11 @@ class _Taking:
         self.layouts = layouts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors: list[torch.Tensor] = tensors_in(kwargs, tensors_in(args, []))
+        tensors: list[torch.Tensor] = object_tensors(kwargs, object_tensors(args, []))
         if len(tensors) != len(self.layouts):
             return None
         these = iter([_boxed(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)])
-        return replaced(args, these), replaced(kwargs, these)
+        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
 
 class _Giving:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._base.pytree import object_tensors
 from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster
 from ...distributed.world import world
-from ...graph.pytree import tensors_in
 from ...sharding.placement import Placement
 from ..api import calls_of, cluster_of, mesh_of
 from ..cost.measured_ops import Shape, local_call, op_key, parts
@@ -99,7 +99,7 @@ def _running(ops: Sequence[Measurable]) -> list[Measurable]:
         try:
             function, args, _ = op.make()
             with torch.set_grad_enabled(op.grad):
-                outs = [t for t in tensors_in(function(*args), []) if t.requires_grad]
+                outs = [t for t in object_tensors(function(*args), []) if t.requires_grad]
             torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
             able.append(True)
         except Exception:

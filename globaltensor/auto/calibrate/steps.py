@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...cluster import Cluster, current_cluster, use_cluster
 from ...distributed.world import world
 from ...graph.graph import Graph
-from ...graph.pytree import replaced, tensors_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, split
 from ..api import recipes_of
@@ -166,7 +166,7 @@ def _loss(out: Any) -> torch.Tensor:
     """Something to start from: the loss that a model gives, or the sum of its first result."""
     found = getattr(out, "loss", None)
     if found is None:
-        found = next((t for t in tensors_in(out, []) if t.requires_grad), None)
+        found = next((t for t in object_tensors(out, []) if t.requires_grad), None)
     if not isinstance(found, torch.Tensor):
         raise PlanError("no result of the model has a gradient")
     return found if not found.dim() else found.float().sum()
@@ -239,7 +239,7 @@ def _built(plans: Mapping[str, _Planned], model: torch.nn.Module, args: tuple[An
         try:
             whole = copy.deepcopy(model).to_global(where, [broadcast] * mesh.axes)  # type: ignore[operator]
             graph = _Training(whole, plan)
-            own, named = replaced((args, dict(kwargs)), iter([_real(t, where, plan.way.batch) for t in tensors_in((args, dict(kwargs)), [])]))
+            own, named = replaced_in_objects((args, dict(kwargs)), iter([_real(t, where, plan.way.batch) for t in object_tensors((args, dict(kwargs)), [])]))
             step = functools.partial(_run, graph, own, named)
             step()
             steps[name] = step

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._base import torch_private
+from ..._base.pytree import replaced
 from ..._base.user_code import PACKAGE_ROOT
-from ..._ops.call_plan import name_of, replaced
+from ..._ops.call_plan import name_of
 from ..._ops.rules import Op, Rule
 from ...errors import FormError, GlobalTensorError
 from ...graph.capture.dry_world import Untraceable

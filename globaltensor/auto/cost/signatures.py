@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..._base import torch_private
-from ..._ops.call_plan import replaced, tensors_in
+from ..._base.pytree import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
 from ..._ops.rules import Arg, Derived, Op, rule_of, strategy
 from ..._ops.rules.deferred_mean import settle

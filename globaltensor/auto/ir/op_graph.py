@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._ops.call_plan import replaced, tensors_in
+from ..._base.pytree import replaced, tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ...graph.capture.single_device import SAME
 

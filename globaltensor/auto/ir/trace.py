@@ -14,11 +14,11 @@ from torch import fx
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.capture.capture import Captured, capture
 from ...graph.capture.module_hooks import watched
-from ...graph.pytree import replaced, tensors_in
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
@@ -85,7 +85,7 @@ def calls_of_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
     states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     lent = {path: _whole(t, one) for path, t in states.items()}
     given = args, dict(kwargs or {})
-    inputs = replaced(given, iter([_whole(t, one) for t in tensors_in(given, [])]))
+    inputs = replaced_in_objects(given, iter([_whole(t, one) for t in object_tensors(given, [])]))
     kept: dict[int, list[torch.Tensor]] = {}
 
     def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:

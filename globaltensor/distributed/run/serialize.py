@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..._tensor.global_tensor import GlobalTensor
 from ...errors import WorldError
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec
 from ..simulate import simulate
 from ..world import placeholder, world
 
-__all__ = ["Parcel", "assembled", "load", "pack", "save", "unpack"]
+__all__ = ["Parcel", "assembled", "load", "pack", "register_wrapper", "save", "unpack"]
 
 
 class _Tensor(NamedTuple):
@@ -46,12 +45,24 @@ class Parcel:
         return [t for t in self.tensors if t.spec is not None]
 
 
+_wrap: list[Callable[[torch.Tensor, Spec], Any]] = []
+
+
+def register_wrapper(wrap: Callable[[torch.Tensor, Spec], Any]) -> None:
+    """Say how a local tensor and its Spec become a global tensor, whose class stands above this package."""
+    _wrap[:] = [wrap]
+
+
+def _is_global(x: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(x, torch.Tensor) and bool(x.is_global)  # type: ignore[attr-defined]
+
+
 def pack(value: object) -> Parcel:
     """Make a value ready to be sent. Raises what pickle raises where something in it cannot be: TypeError, PicklingError, AttributeError ..."""
     kept: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors live until the end: their ids are keys
 
     def index(tensor: object) -> int | None:
-        if not (type(tensor) is torch.Tensor or isinstance(tensor, GlobalTensor)) or tensor.is_meta:
+        if not isinstance(tensor, torch.Tensor) or not (type(tensor) is torch.Tensor or _is_global(tensor)) or tensor.is_meta:
             return None
         return kept.setdefault(id(tensor), (len(kept), tensor))[0]
 
@@ -76,8 +87,9 @@ def _pickled(value: object, index: Any) -> bytes:
 
 
 def _sent(tensor: torch.Tensor) -> _Tensor:
-    if isinstance(tensor, GlobalTensor):
-        part, spec, is_parameter = tensor._local, tensor.spec, isinstance(tensor, torch.nn.Parameter)
+    if _is_global(tensor):
+        held: Any = tensor
+        part, spec, is_parameter = held._local, held.spec, isinstance(tensor, torch.nn.Parameter)
     else:
         part, spec, is_parameter = tensor, None, False
     plain = part.detach().cpu()
@@ -152,7 +164,7 @@ def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tenso
     parts = {rank: sent[rank][k].part for rank in spec.placement.flat}
 
     def boxed() -> torch.Tensor:
-        x: Any = GlobalTensor.wrap(parts.get(world().rank, placeholder(here)), here)
+        x: Any = _wrap[0](parts.get(world().rank, placeholder(here)), here)
         value: torch.Tensor = x.to_global(sbp=here.replicated().layout).to_local()
         return value
 

@@ -11,11 +11,12 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from ..._base import torch_private
+from ..._base.pytree import tensors_in
 from ..._ops import autograd_function
-from ..._ops import backward as gradients
-from ..._ops.call_plan import tensors_in
+from ..._ops import backward as backward_pass
 from ..._ops.rules.deferred_mean import settle
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.grad import get_grad, set_grad
 from ..errors import GraphError
 from ..program.nodes import Step, backward
 from .reachability import leaves, reached
@@ -70,9 +71,9 @@ class Differentiated(Recorder):
         self.read = False  # whether gradients are read in build()
         self.scale: fx.Node | None = None  # what the gradients of a pass are multiplied by
         self.derived: dict[Any, Any] = {
-            gradients.run: self._backward,
-            gradients.get_grad: self._get_grad,
-            gradients.set_grad: self._set_grad,
+            backward_pass.run: self._backward,
+            get_grad: self._get_grad,
+            set_grad: self._set_grad,
             torch.autograd.grad: self._some_grads,
             torch.autograd.backward: self._plain_backward,
             torch.Tensor.backward: self._plain_backward,
@@ -133,17 +134,17 @@ class Differentiated(Recorder):
         shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
         self.modes()
         out = self.made(shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,), x._spec.dtype, local.device, [])
-        self.node(Step(lambda _: gradients.get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
+        self.node(Step(lambda _: get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
         found = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
         return found
 
     def _set_grad(self, x: GlobalTensor, value: GlobalTensor | None) -> None:
         if value is not None and not isinstance(value, GlobalTensor):
-            gradients.set_grad.__wrapped__(x, value)  # type: ignore[attr-defined]
+            set_grad.__wrapped__(x, value)  # type: ignore[attr-defined]
         self.read = True
         self.modes()
         spec = None if value is None else settle(value)._spec
-        step = Step(lambda _, local: gradients.set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
+        step = Step(lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
         self.node(step, (self.of(x._local), None if value is None else self.of(value._local)), {}, None, effect=True)
         self._grads[id(self.standing(x._local))] = value
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ..._base import torch_private
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.dispatch import fresh_plans
 from ..._ops.rules.deferred_mean import settle
 from ..._tensor.global_tensor import GlobalTensor
@@ -21,7 +22,6 @@ from ...distributed.world import set_world, world
 from ...sharding.spec import Spec
 from ..errors import GraphError
 from ..program.nodes import backward
-from ..pytree import replaced, tensors_in
 from .checkpoint_regions import marked
 from .dry_world import DryWorld
 from .recorder_base import of_user
@@ -69,9 +69,9 @@ def capture(
     with _as(dry, real), fresh_plans():
         local = Local(fake, dry, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
         logical = Logical(fake, local, {id(t): path for path, t in named.items()})
-        stand_ins = [_stand_in(t, fake, imagined) for t in tensors_in(kwargs, tensors_in(args, []))]
+        stand_ins = [_stand_in(t, fake, imagined) for t in object_tensors(kwargs, object_tensors(args, []))]
         these = iter(stand_ins)
-        args, kwargs = replaced(args, these), replaced(kwargs, these)
+        args, kwargs = replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
         for i, s in enumerate(stand_ins):
             local.placeholder(f"input_{i}", s._local if isinstance(s, GlobalTensor) else s)
             logical.placeholder(f"input_{i}", s)
@@ -81,11 +81,11 @@ def capture(
                 with logical, marked(logical), hooks(logical), _unchanged(logical):
                     out = build(*args, **kwargs)
                 with local:
-                    for t in tensors_in(out, []):
+                    for t in object_tensors(out, []):
                         refresh(t)
         except torch_private.data_dependence() as error:
             raise GraphError(_depends(error)) from None
-        outs = tensors_in(out, [])
+        outs = object_tensors(out, [])
         results = [Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs]
         for node in local.graph.nodes:
             if node.target is backward:
@@ -96,7 +96,7 @@ def capture(
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))
     return Captured(
-        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
+        logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced_in_objects(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
         logical.constants,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..._base import torch_private
-from ..._ops.call_plan import tensors_in
+from ..._base.pytree import tensors_in
 from ..program.nodes import Step
 
 __all__ = ["NotConstant", "evaluated", "nodes_in"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.placement import Placement
 from ..errors import GraphError
 from ..module_settings import Block
-from ..pytree import replaced, tensors_in
 from .batch_norm_average import averaged
 from .recorders import Logical
 from .side_effects import kept
@@ -71,7 +71,7 @@ class _Watcher:
 
     def around(self, path: str, block: Block | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            logical, given = self.logical, tensors_in(kwargs, tensors_in(args, []))
+            logical, given = self.logical, object_tensors(kwargs, object_tensors(args, []))
             self.before.append((logical.path, logical.stage, logical.region, self.here, len(self.borrowed)))
             logical.path = [path]
             if block is not None:
@@ -87,7 +87,7 @@ class _Watcher:
             if block is None or block.placement is None:
                 return None
             these = iter([self.brought(t) for t in given])
-            return replaced(args, these), replaced(kwargs, these)
+            return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.logical.path, self.logical.stage, self.logical.region, self.here, held = self.before.pop()

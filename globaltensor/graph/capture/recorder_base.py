@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from ..._base.pytree import tensors_in
 from ..._base.user_code import PACKAGE_ROOT
-from ..._ops.call_plan import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.spec import Spec
 from ..errors import GraphError

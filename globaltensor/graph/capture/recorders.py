@@ -15,9 +15,10 @@ from torch import fx
 
 from ..._base import overridable, torch_private
 from ..._base.python_bodies import body_of, recalled
+from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
 from ..._ops import random as draws
-from ..._ops.call_plan import name_of, replaced, tensors_in
+from ..._ops.call_plan import name_of
 from ..._ops.dispatch import call, lies_at, writes
 from ..._ops.rules import UNSEEING
 from ..._ops.rules.deferred_mean import settle

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..._base import torch_private
-from ..._ops.call_plan import tensors_in
+from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
 from .recorder_base import Recorder, of_user

@@ -21,13 +21,13 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..._base import torch_private
+from ..._base.pytree import object_tensors
 from ...boxing import plan
 from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ..errors import GraphError
 from ..program.nodes import Boxing, Draw, Gather, Step, autocast, backward, set_grad_enabled
-from ..pytree import tensors_in
 from .subgraph import operands
 
 __all__ = ["Call", "choose", "kept_bytes", "segments"]
@@ -66,12 +66,12 @@ class _Kept:
         self.own: dict[fx.Node, int] = {}
         self.seconds: dict[fx.Node, float] = {}
         for node in graph.nodes:
-            for t in tensors_in(node.meta.get("val"), []):
+            for t in object_tensors(node.meta.get("val"), []):
                 self.sizes.setdefault(torch_private.storage_key(t), t.untyped_storage().nbytes())
             if node.op == "placeholder":
-                self.free |= {torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])}
+                self.free |= {torch_private.storage_key(t) for t in object_tensors(node.meta.get("val"), [])}
         counter = FlopCounterMode(display=False)
-        mode = next((t.fake_mode for n in graph.nodes for t in tensors_in(n.meta.get("val"), []) if torch_private.is_fake(t)), None)
+        mode = next((t.fake_mode for n in graph.nodes for t in object_tensors(n.meta.get("val"), []) if torch_private.is_fake(t)), None)
         if mode is None:
             return
         flops, before = 0, [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
@@ -98,7 +98,7 @@ class _Kept:
             pass  # linear: its gradient needs no value
         elif isinstance(node.target, Step) and not isinstance(node.target, Draw):
             if torch.is_grad_enabled():  # not looked into: what goes in and what comes out
-                shared = {torch_private.storage_key(t) for n in [*operands(node), node] for t in tensors_in(n.meta.get("val"), []) if t.is_floating_point()}
+                shared = {torch_private.storage_key(t) for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []) if t.is_floating_point()}
         elif not node.meta.get("writes") and torch.is_grad_enabled():
             shared, own = self._run(node, function)
         self.shared[node], self.own[node] = shared - self.free, sum(own.values())
@@ -113,7 +113,7 @@ class _Kept:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.constants[n.target] if n.op == "get_attr" else n.meta.get("val"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = getattr(args[0], function)(*args[1:], **kwargs) if node.op == "call_method" else function(*args, **kwargs)
-        again = zip(tensors_in(out, []), tensors_in(node.meta.get("val"), []), strict=False)
+        again = zip(object_tensors(out, []), object_tensors(node.meta.get("val"), []), strict=False)
         same = {torch_private.storage_key(a): torch_private.storage_key(b) for a, b in again}
         keys = [(same.get(key := torch_private.storage_key(t), key), t) for t in saved]
         return {k for k, _ in keys if k in self.sizes}, {k: t.untyped_storage().nbytes() for k, t in keys if k not in self.sizes}
@@ -123,7 +123,7 @@ class _Kept:
         cluster = current_cluster()
         if isinstance(node.target, (Boxing, Gather)):
             return plan(*node.meta["box"]).seconds
-        moved = sum(t.numel() * t.element_size() for n in [*operands(node), node] for t in tensors_in(n.meta.get("val"), []))
+        moved = sum(t.numel() * t.element_size() for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []))
         return _LAUNCH + max(moved, flops / _FLOPS_PER_BYTE) / cluster.memory_bandwidth
 
 
@@ -162,10 +162,10 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
     used: dict[int, int] = {}
     saver: dict[int, int] = {}
     for node, i in place.items():
-        for t in tensors_in(node.meta.get("val"), []):
+        for t in object_tensors(node.meta.get("val"), []):
             made.setdefault(torch_private.storage_key(t), i)
         for n in node.all_input_nodes:
-            used.update((torch_private.storage_key(t), i) for t in tensors_in(n.meta.get("val"), []))
+            used.update((torch_private.storage_key(t), i) for t in object_tensors(n.meta.get("val"), []))
         saver.update((key, i) for key in kept.shared.get(node, ()))
     n = len(calls)
     saved = [sum(kept.own.get(node, 0) for node in call) for call in calls]

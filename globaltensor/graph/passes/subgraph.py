@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..._base import torch_private
-from ..pytree import tensors_in
+from ..._base.pytree import object_tensors
 
 __all__ = ["Part", "constants_first", "cut_out", "operands", "put_back", "storages", "written"]
 
@@ -86,7 +86,7 @@ def put_back(graph: fx.Graph, part: Part, name: str, needs: Sequence[fx.Node] | 
 def operands(node: fx.Node) -> list[fx.Node]:
     """What gives the tensors that a node is called with, in the order of its arguments."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) if tensors_in(n.meta.get("val"), []) else None)
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) if object_tensors(n.meta.get("val"), []) else None)
     return found
 
 
@@ -113,4 +113,4 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def storages(node: fx.Node) -> set[int]:
     """Keys of the memory that a node's results lie in."""
-    return {torch_private.storage_key(t) for t in tensors_in(node.meta.get("val"), [])}
+    return {torch_private.storage_key(t) for t in object_tensors(node.meta.get("val"), [])}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._base import torch_private
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.dispatch import meeting
 from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GlobalTensorError
@@ -16,7 +17,6 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import layout_on
 from ..module_settings import Block
-from ..pytree import replaced, tensors_in
 from . import *  # noqa: F403
 
 __all__ = ["cut"]
@@ -131,8 +131,8 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
                     # What training writes into a buffer goes back.
                     borrowed.append((held, name, t, held is part._buffers and part.training))
                     held[name] = _brought(t, where)
-    these = iter([_brought(t, where) for t in tensors_in(kwargs, tensors_in(args, []))])
-    return replaced(args, these), replaced(kwargs, these)
+    these = iter([_brought(t, where) for t in object_tensors(kwargs, object_tensors(args, []))])
+    return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
 
 def _brought(t: Any, where: Placement) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._ops.call_plan import tensors_in
+from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.placement import Placement
 from ..capture.capture import Captured

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._ops.call_plan import replaced, tensors_in
+from ..._base.pytree import replaced, tensors_in
 from ..._tensor.convert import check_placement, spec_of
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.promote import check_replicated

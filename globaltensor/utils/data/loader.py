@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from ..._ops.call_plan import replaced, tensors_in
+from ..._base.pytree import replaced, tensors_in
 from ..._tensor.convert import check_placement
 from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import placeholder, world

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._ops.call_plan import replaced, tensors_in
+from ..._base.pytree import replaced, tensors_in
 
 __all__ = ["on_device"]
 

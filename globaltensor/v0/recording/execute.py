@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.creation import full
 from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.graph import Graph
-from ...graph.pytree import replaced, tensors_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ..session.device_layout import Layout
@@ -80,11 +80,11 @@ class _Replay:
             self.values[step.outs[0]] = own(step, where, *step.args)
             return
         pieces: list[Pieces] = [[] for _ in step.outs]
-        refs = tensors_in((step.args, step.kwargs), [], Ref)
+        refs = object_tensors((step.args, step.kwargs), [], Ref)
         for i in range(step.times):
             given = [self._bring(ref, i, where, step.mirrored) for ref in refs]
-            args, kwargs = replaced((step.args, step.kwargs), iter(given), Ref)
-            for kept, made in zip(pieces, tensors_in(step.op(*args, **kwargs), []), strict=True):  # type: ignore[operator]
+            args, kwargs = replaced_in_objects((step.args, step.kwargs), iter(given), Ref)
+            for kept, made in zip(pieces, object_tensors(step.op(*args, **kwargs), []), strict=True):  # type: ignore[operator]
                 kept.append(made)
         self.values.update(zip(step.outs, pieces, strict=True))
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...graph.pytree import replaced, tensors_in
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..blob import Blob
 from ..errors import JobError
 from ..function_config import FunctionConfig
@@ -47,10 +47,10 @@ class JobFunction:
         with tape.recording():
             returned = self.function(**self.signature.filled(blobs))
         self.signature.check(returned)
-        blobs = tensors_in(returned, [], Blob)
+        blobs = object_tensors(returned, [], Blob)
         for blob in blobs:
             tape.seen(blob)
-        record.results = replaced(returned, iter([Ref(b.index) for b in blobs]), Blob)
+        record.results = replaced_in_objects(returned, iter([Ref(b.index) for b in blobs]), Blob)
         self._trained(record)
         return record
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...graph.pytree import tensors_in
+from ..._base.pytree import object_tensors
 from ..distribute import Distribute
 from ..session.device_layout import Devices
 
@@ -102,7 +102,7 @@ class Record:
     @property
     def returned(self) -> list[Ref]:
         """The values that the function returned, in order."""
-        found: Sequence[Ref] = tensors_in(self.results, [], Ref)
+        found: Sequence[Ref] = object_tensors(self.results, [], Ref)
         return list(found)
 
     def lines(self) -> list[str]:

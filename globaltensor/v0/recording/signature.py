@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...graph.pytree import replaced, tensors_in
+from ..._base.pytree import object_tensors, replaced_in_objects
 from ..blob import Blob
 from ..errors import JobError
 from ..typing import Bundle, Callback, Kind, ListListNumpy, Placeholder, arguments, origin
@@ -98,7 +98,7 @@ class Signature:
         if self.returns is not None:
             kinds = {i: kind for i, (_, kind, _) in enumerate(_outputs(self.job, "result", self.returns, results))}
         found = []
-        for i, ref in enumerate(tensors_in(results, [], Ref)):
+        for i, ref in enumerate(object_tensors(results, [], Ref)):
             parts = pieces[ref.index]
             if not mirrored[ref.index]:
                 found.append(_joined(parts))
@@ -106,7 +106,7 @@ class Signature:
                 found.append([[part[d] for part in parts] for d in range(len(parts[0]))])
             else:
                 found.append([_joined([part[d] for part in parts]) for d in range(len(parts[0]))])
-        return replaced(results, iter(found), Ref)
+        return replaced_in_objects(results, iter(found), Ref)
 
 
 def array_of(job: str, path: str, leaf: type[Placeholder], value: Any, devices: int) -> np.ndarray[Any, Any]:
@@ -194,7 +194,7 @@ def _outputs(job: str, path: str, annotation: Any, value: Any) -> Iterator[tuple
     if kind is None:
         yield path, annotation, value
     elif kind is Bundle:
-        yield from ((path, arguments(annotation)[0], blob) for blob in tensors_in(value, [], (Blob, Ref)))  # type: ignore[arg-type]
+        yield from ((path, arguments(annotation)[0], blob) for blob in object_tensors(value, [], (Blob, Ref)))  # type: ignore[arg-type]
     elif kind is dict:
         if not isinstance(value, dict):
             raise JobError(f"job {job} says that {path} is a Dict, but it is {type(value).__name__}")

@@ -1,4 +1,8 @@
-"""What a graph takes and gives: nests of tuples, lists, dicts, dataclasses and other objects that hold tensors (a batch, a model's output, a cache)."""
+"""Trees of values that hold tensors: the arguments of a call, and what a graph takes and gives.
+
+Arguments of a call are tuples, lists and dicts (`tensors_in`, `replaced`): these two run at every call that no plan runs directly. A graph also takes
+dataclasses and other objects (a batch, a model's output, a cache): `object_tensors`, `replaced_in_objects`, `skeleton`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,40 @@ from typing import Any
 
 import torch
 
-__all__ = ["replaced", "skeleton", "tensors_in"]
+__all__ = ["object_tensors", "rebuilt_tuple", "replaced", "replaced_in_objects", "skeleton", "tensors_in"]
+
+
+def tensors_in(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, slices and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            tensors_in(v, found)
+    elif isinstance(value, dict):
+        for v in value.values():
+            tensors_in(v, found)
+    return found
+
+
+def replaced(value: Any, these: Iterator[Any]) -> Any:
+    """The same nest with its tensors replaced by ``these``, in order."""
+    if isinstance(value, torch.Tensor):
+        return next(these)
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(v, these) for v in value]
+        if isinstance(value, torch.Size):
+            return value
+        return type(value)(parts) if not isinstance(value, tuple) or type(value) is tuple else rebuilt_tuple(value, parts)
+    if isinstance(value, dict):
+        return {k: replaced(v, these) for k, v in value.items()}
+    return value
+
+
+def rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    """A named tuple of the same kind: torch's own take one sequence, Python's take the fields."""
+    return type(value)(*parts) if isinstance(getattr(value, "_fields", None), tuple) else type(value)(parts)
+
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
 #: Objects that are looked at as one value: what they hold is their own affair.
@@ -26,7 +63,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-def tensors_in(value: Any, found: list[Any], kind: type = torch.Tensor) -> list[Any]:
+def object_tensors(value: Any, found: list[Any], kind: type = torch.Tensor) -> list[Any]:
     """The tensors in a nest, in order, after those ``found``; of another ``kind`` if that is asked for. What is met twice is looked into once, tuples aside."""
     _collect(value, found, kind, set())
     return found
@@ -46,8 +83,8 @@ def _collect(value: Any, found: list[Any], kind: type, seen: set[int]) -> None:
             _collect(v, found, kind, seen)
 
 
-def replaced(value: Any, these: Iterator[Any], kind: type = torch.Tensor) -> Any:
-    """The same nest with its tensors replaced by ``these``, in the order of `tensors_in`. What holds tensors is copied, the rest is shared."""
+def replaced_in_objects(value: Any, these: Iterator[Any], kind: type = torch.Tensor) -> Any:
+    """The same nest with its tensors replaced by ``these``, in the order of `object_tensors`. What holds tensors is copied, the rest is shared."""
     return _mapped(value, these, kind, {})
 
 
@@ -64,7 +101,7 @@ def _mapped(value: Any, these: Iterator[Any], kind: type, memo: dict[int, Any]) 
     if id(value) in memo:
         return memo[id(value)]
     held = _parts(value)
-    if not held or (type(value) is not dict and not tensors_in(value, [], kind)):
+    if not held or (type(value) is not dict and not object_tensors(value, [], kind)):
         return value
     out = memo[id(value)] = {} if type(value) is dict else copy.copy(value)
     for k, v in held.items():
@@ -89,7 +126,7 @@ def _skeleton(value: Any, describe: Callable[[torch.Tensor], Any], seen: set[int
     if isinstance(value, (tuple, list)):
         return (type(value), *[_skeleton(v, describe, seen) for v in value])
     held = _parts(value)
-    if isinstance(value, dict) or dataclasses.is_dataclass(value) or (held and tensors_in(value, [])):
+    if isinstance(value, dict) or dataclasses.is_dataclass(value) or (held and object_tensors(value, [])):
         if id(value) in seen:
             return type(value), "again"
         seen.add(id(value))

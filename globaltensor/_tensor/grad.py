@@ -1,0 +1,78 @@
+"""The ``.grad`` attribute of global tensors: read, assigned, and laid out as the tensor is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .._base.overridable import visible
+from ..boxing import box
+from ..errors import SbpError
+from ..sharding.spec import Spec
+from .global_tensor import GlobalTensor
+from .history import record
+
+__all__ = ["get_grad", "local_grad", "set_grad"]
+
+
+def _kept(x: GlobalTensor) -> Spec:
+    """How the gradient of a leaf lies: as the leaf does, or in shares (ZeRO)."""
+    return x._leaf.kept if x._leaf is not None else x._spec  # type: ignore[no-any-return]
+
+
+@functools.partial(visible, name="grad")
+def get_grad(x: GlobalTensor) -> GlobalTensor | None:
+    """The gradient, in the tensor's own sbp; collective where contributions are pending."""
+    leaf, local = x._leaf, x._local.grad
+    if leaf is not None:
+        local = leaf.value if local is None else leaf.settle()
+    if local is None:
+        return None
+    kept = x.__dict__.get("_kept_grad")
+    if kept is not None and kept[0] is local:
+        return kept[1]  # type: ignore[no-any-return]
+    if leaf is None and not x._local.is_leaf:
+        dual = x._spec.dual()
+        wrapped = GlobalTensor.wrap(box(local, dual, x._spec, why="gradient"), x._spec)
+    else:
+        spec = _kept(x)
+        wrapped = GlobalTensor.wrap(local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype))
+    x.__dict__["_kept_grad"] = (local, wrapped)
+    return wrapped
+
+
+def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
+    """(whether a leaf's gradient lies as it is to be kept, this rank's part of it). Collective as ``.grad`` is, but what nobody looks at is not wrapped."""
+    if "_kept_grad" not in leaf.__dict__:
+        return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
+    grad, spec = get_grad(leaf), _kept(leaf)
+    if grad is None:
+        return True, None
+    alike = isinstance(grad, GlobalTensor) and grad._spec.layout == spec.layout and grad._spec.placement is spec.placement
+    return alike, grad._local if alike else None
+
+
+@functools.partial(visible, name="set_grad")
+def set_grad(x: GlobalTensor, value: Any) -> None:
+    x.__dict__.pop("_kept_grad", None)
+    if value is None:
+        x._local.grad = None
+        if x._leaf is not None:
+            x._leaf.value = None
+            x._leaf.release()
+        return
+    if not isinstance(value, GlobalTensor):
+        raise SbpError("the .grad of a global tensor must be a global tensor: make it one with to_global(placement, sbp)")
+    if value.shape != x.shape:
+        raise SbpError(f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}")
+    record("set grad", x, value)
+    kept = _kept(x).replace(dtype=value.dtype)
+    local = value._local if value._spec is kept else box(value._local, value._spec, kept, why="assigning .grad").contiguous()
+    if x._leaf is not None:
+        x._local.grad, x._leaf.value = None, local
+        x._leaf.release()
+    else:
+        x._local.grad = local
+    x.__dict__["_kept_grad"] = (local, value if value._local is local else GlobalTensor.wrap(local, kept))
