@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from globaltensor.__main__ import main
 from globaltensor.auto import cli
 from globaltensor.auto.plan.plan import Plan, PlanError
-from globaltensor.cli import main
 from globaltensor.cluster import Cluster
 
 MODELS = """
@@ -204,7 +204,7 @@ def test_a_cluster_without_a_size_is_said_to_be_two(tmp_path: Path) -> None:
 
 def test_the_command_in_a_process_of_its_own(models: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "globaltensor.cli", *arguments], capture_output=True, text=True, timeout=240, cwd=models)
+        return subprocess.run([sys.executable, "-m", "globaltensor", *arguments], capture_output=True, text=True, timeout=240, cwd=models)
 
     shown = run("plan", "--help")
     assert shown.returncode == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
 
-from globaltensor.cli import doctor
+from globaltensor.__main__ import doctor
 from globaltensor.distributed.launch import main, reserved_port
 from globaltensor.errors import WorldError
 
@@ -180,7 +180,7 @@ def test_a_program_that_cannot_run(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_shows_its_options_and_the_doctor_looks() -> None:
-    done = subprocess.run([sys.executable, "-m", "globaltensor.cli", "launch", "-h"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "globaltensor", "launch", "-h"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     for option in ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "module", "no_python", "redirect_stdout_and_stderr", "logdir"):
         assert f"--{option}" in done.stdout

@@ -291,7 +291,8 @@ class _Meeting(threading.local):
     stages = 0  # that run, one within another
 
 
-#: Where operands of several placements meet, while a model that is cut into stages runs: on the stage that runs, or has run last (graph/pipeline/split_model.py).
+#: Where operands of several placements meet, while a model that is cut into stages runs: on the stage that runs, or has run last
+#: (graph/pipeline/split_model.py).
 meeting = _Meeting()
 
 

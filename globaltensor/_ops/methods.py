@@ -406,7 +406,8 @@ METHODS: dict[str, Any] = {
     "check_meta_consistency": check_meta_consistency, "global_id": global_id,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other, **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
     "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy,
-    "grad_fn": property(autograd_hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad), "data": property(data, set_data),
+    "grad_fn": property(autograd_hooks.grad_fn), "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
+    "data": property(data, set_data),
     "grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
     "nbytes": property(lambda self: self._spec.nbytes), "itemsize": property(lambda self: self._spec.dtype.itemsize),
     "is_cpu": property(lambda self: self._spec.placement.type == "cpu"), "is_cuda": property(lambda self: self._spec.placement.type == "cuda"),
@@ -471,7 +472,9 @@ def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _flatten_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A recurrent layer on a GPU wants its weights in one piece of memory: those that every rank holds whole. Others are gathered for each call anyhow."""
     weights, *rest = args
-    if not torch_private.recording.on and all(isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights):
+    if not torch_private.recording.on and all(
+        isinstance(w, GlobalTensor) and all(e.is_broadcast for e in w._spec.layout) and w._local.numel() for w in weights
+    ):
         func([w._local for w in weights], *rest, **kwargs)
 
 

@@ -77,7 +77,8 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
     cast = torch_private.any_autocast()
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            for one in (torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.fake_tensors() if cast else torch_private.real_tensors()):
+            tensors = torch_private.fake_tensors() if cast else torch_private.real_tensors()
+            for one in (torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), tensors):
                 stack.enter_context(one)
             these = iter([torch.empty(s.shape, dtype=s.dtype, device=world().device(s.placement.type) if cast else "meta") for s in specs])
             warnings.simplefilter("ignore")
@@ -112,7 +113,8 @@ def check_dtypes(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
             # What draws must not move the stream of random numbers on.
-            for one in (torch.no_grad(), torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors(), torch.random.fork_rng([])):
+            modes = torch_private.without_function_modes(), torch_private.unobserved(), torch_private.real_tensors()
+            for one in (torch.no_grad(), *modes, torch.random.fork_rng([])):
                 stack.enter_context(one)
             these = iter([torch.zeros(shape, dtype=s.dtype) for shape, s in zip(shapes, specs, strict=True)])
             warnings.simplefilter("ignore")

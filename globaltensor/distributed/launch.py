@@ -1,8 +1,9 @@
 """The launcher: starts this node's ranks, watches over them, and leaves nothing behind.
 
-``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch ...``. It is torch's elastic agent (distributed/launcher/elastic_agent.py) over
-processes of its own (distributed/launcher/workers.py): each rank is a process in a group of its own, told who it is by the variables that torchrun sets too. When one fails
-the others end, and the launcher says which rank it was, how it ended and what it said last. Docs: docs/environment.md.
+``python -m globaltensor.distributed.launch --nproc_per_node 2 script.py``, or ``globaltensor launch ...``. It is torch's elastic agent
+(distributed/launcher/elastic_agent.py) over processes of its own (distributed/launcher/workers.py): each rank is a process in a group of its own, told who it
+is by the variables that torchrun sets too. When one fails the others end, and the launcher says which rank it was, how it ended and what it said last. Docs:
+docs/environment.md.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ class World(ABC):
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self.histories: dict[tuple[int, ...], History] = {}  # by the ranks they are of, sorted
         self._histories_of: dict[Any, History] = {}
-        self.plain_places: dict[Any, list[int]] = {}  # where the program uses plain tensors with global ones: how often, and when to compare next (_tensor/promote.py)
+        #: Where the program uses plain tensors with global ones: how often, and when to compare next (_tensor/promote.py).
+        self.plain_places: dict[Any, list[int]] = {}
 
     def history(self, placements: tuple[Placement, ...]) -> History:
         """Return what this rank has run on tensors of these placements together."""

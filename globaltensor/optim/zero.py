@@ -1,8 +1,8 @@
 """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): what the ranks along a broadcast axis hold alike, they share among them.
 
 Stage 1 shares the optimizer's state: each rank steps its share of a parameter, then the shares are gathered. Stage 2 shares the gradients too: they are
-reduce-scattered while backward runs. Stage 3 shares the parameters: gathered for each use (_tensor/gradients/parameter_gather.py; ``sharded.freed()`` lets go of them in between).
-What users see stays: a parameter shows, and gives, the layout it was placed with.
+reduce-scattered while backward runs. Stage 3 shares the parameters: gathered for each use (_tensor/gradients/parameter_gather.py; ``sharded.freed()`` lets go
+of them in between). What users see stays: a parameter shows, and gives, the layout it was placed with.
 """
 
 from __future__ import annotations

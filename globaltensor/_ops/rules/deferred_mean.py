@@ -2,8 +2,8 @@
 
 A cross-entropy over a split batch divides by the targets that count on *all* ranks. Were that number awaited in the forward pass, every rank would wait for the
 slowest in the middle of each step. Backward does not need it there: gradients are linear in what it starts from, so a pass may start from ``1 / bound`` and pay
-the factor ``bound / count`` when the gradients of leaves have been summed (_tensor/gradients/reducer.py), where ranks meet anyway. Then the count needs no collective of its own
-either: it rides at the end of the first bucket of gradients.
+the factor ``bound / count`` when the gradients of leaves have been summed (_tensor/gradients/reducer.py), where ranks meet anyway. Then the count needs no
+collective of its own either: it rides at the end of the first bucket of gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _over() -> torch.Tensor:
 
 class Count:
     """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the latest when it is called; or it rides with something else.
-    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that.
-    ``programmed``: all ranks run the same program, in which nobody looks at the loss before its backward pass."""
+    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that. ``programmed``: all ranks
+    run the same program, in which nobody looks at the loss before its backward pass."""
 
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed

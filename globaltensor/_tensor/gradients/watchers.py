@@ -1,7 +1,7 @@
 """Who may see gradients on their way to the leaves: hooks, nodes of the graph that somebody has looked at, leaves that no reducer sums.
 
-As long as somebody may, no gradient may be owed a factor (_ops/rules/deferred_mean.py). A `Watcher` stands for one such reason, and is held by what lets it see: the
-hook's closure, the node, the leaf. So it goes with that, and nobody has to be told.
+As long as somebody may, no gradient may be owed a factor (_ops/rules/deferred_mean.py). A `Watcher` stands for one such reason, and is held by what lets it
+see: the hook's closure, the node, the leaf. So it goes with that, and nobody has to be told.
 
 When an object goes is a matter of each rank: a collector may run here and not there. What a rank does for itself may follow from the watchers that are there
 (``alive``). What the ranks do together follows from what the program has made and ended, in the same order on all of them (``open``); of watchers that have

@@ -58,9 +58,9 @@ def calibrate(
     It takes about ``seconds``: calls that by the model of the cluster matter most are measured first, and those for which there is no time are left to it.
 
     A third of the time goes into whole training steps of a few plans, on copies of the model: within a step calls and moves take longer than alone, and the
-    cluster's times are stretched as these steps say (auto/calibrate/steps.py). Not for a graph, a model on the meta device or of global tensors, one whose copies with their
-    optimizers (40 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with ``steps=False``.
-    Inputs on the meta device are drawn, numbers of classes are 0 then.
+    cluster's times are stretched as these steps say (auto/calibrate/steps.py). Not for a graph, a model on the meta device or of global tensors, one whose
+    copies with their optimizers (40 times its size) take more than half of the memory, and a mesh that is not of as many ranks as the world; nor with
+    ``steps=False``. Inputs on the meta device are drawn, numbers of classes are 0 then.
 
     Arguments are as for `flow.auto.plan`; the mesh may be of more ranks than the world. Raises GraphError where the model's code depends on values,
     PlanError where they make no sense.

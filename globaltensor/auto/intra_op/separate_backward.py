@@ -1,10 +1,10 @@
 """What folding costs: the same search with a backward pass that chooses for itself, each gradient computed and kept as is best for it alone.
 
-The search has one node for a call's forward and backward together (auto/intra_op/formulate.py): a gradient lies as duality says. Here every operand's gradient is a call of
-its own, with the ways that the rules allow it whatever its forward does; gradients lie, are added up and are brought to their takers as they please; and
-what backward needs of the forward is brought to it from where it was made or from how its forward took it. Every plan of the folded search is one of
-these plans, at the same cost, so the best one here is a lower bound, and the distance is what duality gives up. Memory is left out: it knows no moment
-in which a backward that is free would run.
+The search has one node for a call's forward and backward together (auto/intra_op/formulate.py): a gradient lies as duality says. Here every operand's gradient
+is a call of its own, with the ways that the rules allow it whatever its forward does; gradients lie, are added up and are brought to their takers as they
+please; and what backward needs of the forward is brought to it from where it was made or from how its forward took it. Every plan of the folded search is one
+of these plans, at the same cost, so the best one here is a lower bound, and the distance is what duality gives up. Memory is left out: it knows no moment in
+which a backward that is free would run.
 """
 
 from __future__ import annotations

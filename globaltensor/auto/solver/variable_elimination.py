@@ -3,8 +3,9 @@
 Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999). The cost is that of the tables, so it is linear in the
 depth of a network whose graph is series-parallel.
 
-`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table over them, and takes factors of any number of variables.
-Here tables join two nodes each, all nodes are minimised over, and the order is found once and run for many costs, as where memory is priced anew (auto/solver/dual_ascent.py).
+`auto.minplus` is the same algorithm to another end: it keeps some variables, answers with a table over them, and takes factors of any number of variables. Here
+tables join two nodes each, all nodes are minimised over, and the order is found once and run for many costs, as where memory is priced anew
+(auto/solver/dual_ascent.py).
 """
 
 from __future__ import annotations

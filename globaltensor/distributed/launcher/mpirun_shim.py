@@ -1,7 +1,8 @@
 """What mpirun starts for each rank: gets the rank's command and its stdout and stderr from the launcher, runs it, and tells how it ended.
 
-Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``). It stands between because mpirun ends a whole job at the first failure, within a
-second, and reports it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this process end only when all have.
+Run as a bare script (``python -I -S distributed/launcher/mpirun_shim.py <the launcher's socket>``). It stands between because mpirun ends a whole job at the
+first failure, within a second, and reports it in its own words; the launcher gives ranks time, and tells which one failed. mpirun sees this process end only
+when all have.
 """
 
 import contextlib

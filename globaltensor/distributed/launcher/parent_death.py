@@ -1,7 +1,7 @@
 """The first thing a launched rank runs: ties its life to the launcher's, then becomes the command.
 
-Run as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid> command...``), so that it starts in milliseconds: it imports nothing of this package.
-Not a ``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with threads.
+Run as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid> command...``), so that it starts in milliseconds: it imports nothing
+of this package. Not a ``preexec_fn``: that runs Python between fork and exec, which may deadlock in a process with threads.
 """
 
 import contextlib

@@ -125,7 +125,9 @@ def _tell_where_when_asked(path: Path) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process and all it has started when its parent dies. Linux does so at once (distributed/launcher/parent_death.py), but for this process alone, and others not at all."""
+    """End this process and all it has started when its parent dies. Linux does so at once (distributed/launcher/parent_death.py), but for this process alone,
+    and others not at all.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

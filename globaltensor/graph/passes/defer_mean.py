@@ -1,4 +1,6 @@
-"""The count that a mean loss divides by, awaited after the backward pass: in a program as in eager mode (_ops/rules/deferred_mean.py), it rides with the gradients."""
+"""The count that a mean loss divides by, awaited after the backward pass: in a program as in eager mode (_ops/rules/deferred_mean.py), it rides with the
+gradients.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
 
 
 def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair (graph/capture/module_hooks.py)."""
+    """Eager: bring what a stage is given, and weights it borrows, to its placement. While a graph is captured that is the graph's affair
+    (graph/capture/module_hooks.py).
+    """
     if torch_private.function_mode_on():
         return None
     _given_back(module)  # what an interrupt has left
