@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from globaltensor.distributed.backends.select.select import VARIABLE, choose, lacking, names, prepare
 from support.mpi import environment, needs_mpi
 from support.program import run
 
 import globaltensor as flow
+from globaltensor.distributed.backends.select import VARIABLE, choose, lacking, names, prepare
 from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.errors import WorldError
 
@@ -105,7 +105,7 @@ def test_mpi_serves_all_devices_of_a_group() -> None:
 
 
 def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from globaltensor.distributed.backends.select.mpi.library import library
+    from globaltensor.distributed.backends.mpi.library import library
 
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "mpi4py", None)
@@ -115,7 +115,7 @@ def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 @needs_mpi
 def test_without_an_mpi_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from globaltensor.distributed.backends.select.mpi.library import library
+    from globaltensor.distributed.backends.mpi.library import library
 
     library.cache_clear()
     load = builtins.__import__
@@ -132,7 +132,7 @@ def test_without_an_mpi_library_it_says_what_to_install(monkeypatch: pytest.Monk
 
 RESERVED = """
 import torch.distributed as dist
-from globaltensor.distributed.backends.select.select import prepare
+from globaltensor.distributed.backends.select import prepare
 
 prepare("mpi")
 prepare("mpi")
@@ -155,7 +155,7 @@ def test_torch_knows_it_by_its_name() -> None:
 
 NO_MPIRUN = """
 import sys, torch.distributed as dist
-from globaltensor.distributed.backends.select.select import prepare
+from globaltensor.distributed.backends.select import prepare
 
 prepare("mpi")
 dist.init_process_group("mpi", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)

@@ -12,9 +12,9 @@ import warnings
 
 import pytest
 import torch
-from globaltensor.distributed.backends.select.shared_memory import VARIABLE, host
 
 import globaltensor
+from globaltensor.distributed.backends.shared_memory import VARIABLE, host
 
 RANKS = 4
 DTYPES = [
@@ -173,7 +173,7 @@ def under_way() -> None:
 
 def groups() -> None:
     from globaltensor.boxing import box, plan
-    from globaltensor.distributed.backends.select import process_group_comm
+    from globaltensor.distributed.backends import process_group_comm
     from globaltensor.distributed.world import world
     from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import Placement

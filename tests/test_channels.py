@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from globaltensor.distributed.backends.select.p2p_channels import NativeChannel
-from globaltensor.distributed.backends.select.shared_memory import host
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 
 from globaltensor._base.torch_private import memory_users
+from globaltensor.distributed.backends.p2p_channels import NativeChannel
+from globaltensor.distributed.backends.shared_memory import host
 from globaltensor.distributed.communicator import Message
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import ProcessWorld, world

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from globaltensor.graph.program.program.nodes import Step
 from support.pool import run_on
 from torch import fx, nn
 
@@ -18,6 +17,7 @@ import globaltensor as flow
 from globaltensor.graph.passes import compile
 from globaltensor.graph.passes.compile import Compiled
 from globaltensor.graph.passes.recompute import Recomputed
+from globaltensor.graph.program.nodes import Step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT, PARALLEL, loss_of, spread

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from globaltensor.graph.program.program.coalesced import Begin, End, Joint, move_of
-from globaltensor.graph.program.program.nodes import Boxing, Gather
 from support.pool import run_on
 from torch import Tensor, fx, nn
 
@@ -24,6 +22,8 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.passes import pass_manager
+from globaltensor.graph.program.coalesced import Begin, End, Joint, move_of
+from globaltensor.graph.program.nodes import Boxing, Gather
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import partial_sum as P
 from globaltensor.sbp import split as S

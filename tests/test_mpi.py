@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from globaltensor.distributed.backends.select.mpi import collectives, progress
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import RanksFailed
 
 import globaltensor as flow
+from globaltensor.distributed.backends.mpi import collectives, progress
 from globaltensor.errors import WorldError
 
 pytestmark = needs_mpi

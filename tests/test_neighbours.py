@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from globaltensor.distributed.backends.select.shared_memory import Gone, Neighbours, host
 
-from globaltensor.distributed.backends.select import shared_memory
+from globaltensor.distributed.backends import shared_memory
+from globaltensor.distributed.backends.shared_memory import Gone, Neighbours, host
 
 pytestmark = pytest.mark.skipif(not host(), reason="this system has no memory files, or cannot pass them on")
 

@@ -32,7 +32,9 @@ CASES: dict[str, Case] = {
     "lighter linear without bias": (F.linear, split_backward.lighter_linear, [(5, 3), (4, 3)], {}),
     "lighter linear of a vector": (F.linear, split_backward.lighter_linear, [(3,), (4, 3), (4,)], {}),
     "lighter linear of no features": (F.linear, split_backward.lighter_linear, [(2, 5, 0), (4, 0), (4,)], {}),
-    "lighter linear of columns": (lambda x, w, b: F.linear(x.mT, w, b), lambda *a: split_backward.lighter_linear(a[0].mT, *a[1:]), [(2, 3, 5), (4, 3), (4,)], {}),
+    "lighter linear of columns": (
+        lambda x, w, b: F.linear(x.mT, w, b), lambda *a: split_backward.lighter_linear(a[0].mT, *a[1:]), [(2, 3, 5), (4, 3), (4,)], {},
+    ),
     "lighter linear of nothing": (F.linear, split_backward.lighter_linear, [(0, 3), (4, 3), (4,)], {}),
     "lighter matmul": (torch.matmul, split_backward.lighter_matmul, [(2, 3, 5), (5, 4)], {}),
     "conv1d": (F.conv1d, split_backward.conv1d, [(2, 4, 9), (6, 2, 3), (6,)], {"groups": 2, "padding": 1}),

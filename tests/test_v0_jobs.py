@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from globaltensor.v0.session.session.device_layout import Layout
 from support.jobs import constant, drawn, play, same
 
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
 from globaltensor.v0.blob import apply
 from globaltensor.v0.math import _reduced
+from globaltensor.v0.session.device_layout import Layout
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
 

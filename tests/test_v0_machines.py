@@ -92,7 +92,7 @@ def test_machines_that_differ_are_told(change: str, says: str, machines: Machine
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    other = "import globaltensor.v0.session.session.rendezvous as m, os\nif os.environ.get('OTHER'):\n    m._library = lambda: 'other'\n"
+    other = "import globaltensor.v0.session.rendezvous as m, os\nif os.environ.get('OTHER'):\n    m._library = lambda: 'other'\n"
     forward = "network(x) * (2 if __import__('os').environ.get('TWICE') else 1)"
     first = script(folders[0], other + BODY, forward)
     second = script(folders[1], other + BODY, forward)

@@ -11,15 +11,15 @@ from typing import Any, Callable  # noqa: UP035 - of this name
 import numpy as np
 import pytest
 import torch
-from globaltensor.v0.session.session.control_channel import proxies
-from globaltensor.v0.session.session.device_layout import Devices, Layout
-from globaltensor.v0.session.session.settings import settings
 from support.jobs import constant, play
 
 import globaltensor
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
 from globaltensor.v0.data import read_idx
+from globaltensor.v0.session.control_channel import proxies
+from globaltensor.v0.session.device_layout import Devices, Layout
+from globaltensor.v0.session.settings import settings
 
 
 @pytest.fixture(autouse=True)

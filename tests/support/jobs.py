@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from globaltensor.v0.session.session.device_layout import Layout
-from globaltensor.v0.session.session.engine import Engine
 
 import globaltensor.v0 as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.v0.recording.signature import array_of
+from globaltensor.v0.session.device_layout import Layout
+from globaltensor.v0.session.engine import Engine
 
 
 class Played:

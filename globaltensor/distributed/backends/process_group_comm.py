@@ -3,7 +3,7 @@
 On gloo everything is made of messages and all-to-alls: measured on two processes (26 MB) these take 12 and 14 ms, all_reduce 28 ms,
 all_gather_into_tensor 25 ms, reduce_scatter_tensor 77 ms. Where both could serve, the all-to-all does: it waits in gloo's own threads, which a busy
 machine wakes sooner (1 MB, both cores busy: 0.8 ms, and 1.0 in the third quartile; messages 0.9 and 4.0). The own collectives of NCCL and of our MPI
-(globaltensor.distributed.backends.select.mpi) are used as they are.
+(globaltensor.distributed.backends.mpi) are used as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which backend carries the collectives: NCCL, MPI or Gloo; and making torch know MPI.
 
 Everything that starts a process group goes through these two: ``choose`` turns what was asked for into torch's own spelling, ``prepare`` registers
-the ``mpi`` backend (globaltensor.distributed.backends.select.mpi) where it is named.
+the ``mpi`` backend (globaltensor.distributed.backends.mpi) where it is named.
 """
 
 from __future__ import annotations

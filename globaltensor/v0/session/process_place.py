@@ -23,7 +23,7 @@ _GRACE_SECONDS: Final = 5.0
 _PROGRAM: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.stdin.buffer.readline())
-from globaltensor.v0.session.session.worker import main
+from globaltensor.v0.session.worker import main
 main()
 """
 
