@@ -33,6 +33,7 @@ from . import call_plan
 from .call_plan import (
     Answer,
     Boxed,
+    InPlace,
     LaidView,
     Listed,
     Moved,
@@ -506,8 +507,10 @@ def _freeze(
     flat = not done.picks and bool(args or not op.view) and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if torch_private.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
-    if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
+    if kind is not Boxed or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
+    if rule.inplace:
+        return InPlace(done) if flat and done.single and args and type(args[0]) in ORDINARY and not op.view else done
     if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)

@@ -4,9 +4,9 @@ Where no part is empty, and none has one element of a dim of which others have m
 be contiguous, or may be viewed in another shape, only because a dim of it has size 1. There the answer follows from what all ranks know: a view notes the
 strides that one device would have (the function itself, run on a meta tensor with the strides of its base); anything else counts as laid row by row.
 
-Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on every rank or on none (`LaidView` in _ops/call_plan.py). A note is
-exact if the parts are laid so, too: where it starts from a tensor with which none shares memory, whose part is laid row by row first. If it is not, such a
-function works on a copy, and what is written into either reaches the other as in any view that had to move data (_tensor/view_tracking.py).
+Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these, on every rank or on none (`LaidView` in _ops/call_plan.py). A
+note is exact if the parts are laid so, too: where it starts from a tensor with which none shares memory, whose part is laid row by row first. If it is not,
+such a function works on a copy, and what is written into either reaches the other as in any view that had to move data (_tensor/view_tracking.py).
 """
 
 from __future__ import annotations
