@@ -30,12 +30,12 @@ from train_gpt import loss_of
 import globaltensor as flow
 from globaltensor.auto.api import recipes_of
 from globaltensor.auto.apply import graphs
-from globaltensor.auto.calibrate.steps import shaken
-from globaltensor.auto.cost.reshard_cost import Prices
-from globaltensor.auto.cost.strategies import Menu, fills
+from globaltensor.auto.calibrate.steps import perturbed
+from globaltensor.auto.cost.reshard_cost import ReshardCosts
+from globaltensor.auto.cost.strategies import StrategyBuilder, gives_every_rank_data
 from globaltensor.auto.intra_op.formulate import formulate
 from globaltensor.auto.intra_op.read_solution import read_plan
-from globaltensor.auto.intra_op.search import Found, data_parallel, told_by
+from globaltensor.auto.intra_op.search import SearchResult, binding_formulation, data_parallel
 from globaltensor.auto.profile import profile
 from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster, use_cluster
@@ -115,22 +115,24 @@ class Way(NamedTuple):
 
     name: str
     batch: Any
-    choose: Callable[..., Found]
+    choose: Callable[..., SearchResult]
 
 
-def solved(calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, states: float, *, layouts: Any = None, noise: float = 0.0, seed: int = 0) -> Found:
+def solved(
+    calls: Any, cluster: Cluster, mesh: Any, auto: Any, given: Any, states: float, *, layouts: Any = None, noise: float = 0.0, seed: int = 0
+) -> SearchResult:
     """The best plan where ``layouts(calls, mesh)`` (path -> layouts) are kept; with ``noise`` the best for costs to which as much is added at random, in
     parts of a node's mean cost: so it is near the best one."""
     fixed = {**(layouts(calls, mesh) if layouts else {}), **given}
     formulation = formulate(calls, cluster, mesh, graphs.options_of(auto, cluster, fixed, states))
     best = agreed(solve(formulation.problem))
     if noise and best.feasible:
-        best = agreed(solve(shaken(formulation, noise * float(best.cost) / len(best.choice), seed)))
+        best = agreed(solve(perturbed(formulation, noise * float(best.cost) / len(best.choice), seed)))
     if not best.feasible:
         raise ValueError("no plan has these layouts")
-    by = told_by(formulation, best.choice)
+    by = binding_formulation(formulation, best.choice)
     best = dataclasses.replace(best, cost=by.problem.evaluate(best.choice), bound=0.0)
-    return Found(read_plan(by, best), by, best.choice)
+    return SearchResult(read_plan(by, best), by, best.choice)
 
 
 def agreed(found: T) -> T:
@@ -142,7 +144,7 @@ def agreed(found: T) -> T:
 
 def anyhow(calls: Any, mesh: Any, seed: int) -> dict[str, Any]:
     """Random layouts of parameters: more or fewer of them whole."""
-    random, menu = np.random.default_rng(seed), Menu(Prices(Cluster(), mesh), True)
+    random, menu = np.random.default_rng(seed), StrategyBuilder(ReshardCosts(Cluster(), mesh), True)
     whole, found = random.uniform(0.2, 0.9), {}
     for v in calls.parameters:
         states = menu.states(v, True)
@@ -155,7 +157,7 @@ def ways(quick: bool, graph: Callable[[], Any]) -> Iterator[Way]:
         return lambda calls, mesh: recipes_of(graph(), calls, mesh)[name]
 
     def data(calls: Any, mesh: Any) -> Any:
-        return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if fills((mesh.size,), layouts[0], mesh)}
+        return {path: layouts for path, layouts in data_parallel(calls, mesh).items() if gives_every_rank_data((mesh.size,), layouts[0], mesh)}
 
     yield Way("found, batch split", S(0), solved)
     yield Way("found, batch whole", B, solved)
@@ -195,12 +197,12 @@ class Step(flow.nn.Graph):
 class Chosen:
     """A choice that is made once."""
 
-    def __init__(self, choose: Callable[..., Found]) -> None:
+    def __init__(self, choose: Callable[..., SearchResult]) -> None:
         self.choose, self.found = choose, None
 
-    found: Found | None
+    found: SearchResult | None
 
-    def __call__(self, *args: Any) -> Found:
+    def __call__(self, *args: Any) -> SearchResult:
         if self.found is None:
             self.found = self.choose(*args)
         return self.found
@@ -240,9 +242,9 @@ def pace(step: Callable[[], float]) -> float:
 def measure(case: Case, cluster: Cluster, rounds: int, quick: bool) -> tuple[list[Measured], float]:
     """Every way to run a model, in turn, round by round; and the yardstick's time among them. Ways that come to the same plan are run once.
 
-    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is
-    run as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training
-    has one: so a few are there at a time, each time others. The least of many times is one that happened to be little: those near it are run in more."""
+    Steps of one plan differ by up to a tenth from one graph to the next, by where its memory happens to lie, as often as they are repeated: so each plan is run
+    as several graphs, one after the other, and has the median of theirs. Of two dozen graphs together each is a twentieth slower than alone, and training has
+    one: so a few are there at a time, each time others. The least of many times is one that happened to be little: those near it are run in more."""
     runs, more, tried = 2 if quick else GRAPHS, 1 if quick else AGAIN, _Tried({}, {}, {}, {}, [])
     groups: list[dict[str, list[float]]] = []
     names = [way.name for way in ways(quick, lambda: None)]

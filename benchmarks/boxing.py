@@ -44,7 +44,7 @@ def cases() -> list[dict[str, object]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    from globaltensor.boxing import box, plan
+    from globaltensor.boxing import box, plan_boxing
     from globaltensor.sbp import broadcast, partial_sum, split
     from globaltensor.sharding.placement import placement
     from globaltensor.sharding.spec import Spec
@@ -59,7 +59,7 @@ def cases() -> list[dict[str, object]]:
             src, dst = (Spec.make((rows, columns), torch.float32, everyone, ours[e]) for e in (a, b))
             local = torch.randn(src.local_shape(dist.get_rank()))
             d = DTensor.from_local(local, mesh, [theirs[a]], run_check=False)
-            route = plan(src, dst)
+            route = plan_boxing(src, dst)
             sent, received = torch.zeros(max(1, route.bytes // 4)), torch.empty(max(1, route.bytes // 4))
 
             def bare(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import globaltensor as flow
-from globaltensor.graph.pipeline import Timeline, promise, simulate, timeline
+from globaltensor.graph.pipeline import Timeline, max_activations, simulate, timeline
 
 MICROS = 8
 #: Large enough that an action takes milliseconds: what is measured is the schedule.
@@ -208,7 +208,7 @@ def bubbles(contenders: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
     out = []
     for ours, figures in zip(contenders, found, strict=True):
         middle = [round(statistics.median(column), 2) for column in zip(*figures, strict=True)]
-        held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, promise(ours.name, ours.lanes, MICROS)))}
+        held = {"held": "/".join(map(str, ours.held())), "promised": "/".join(map(str, max_activations(ours.name, ours.lanes, MICROS)))}
         out.append(dict(zip(names, middle, strict=True)) | held)
     return out
 

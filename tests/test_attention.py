@@ -25,7 +25,7 @@ from globaltensor._base import torch_private
 from globaltensor._ops.rules.attention import blocks, ring
 from globaltensor._ops.rules.attention import sdpa as rule_of_attention
 from globaltensor._ops.rules.attention.blocks import _together, _visible, block, block_backward, members
-from globaltensor._ops.rules.attention.ring import paired
+from globaltensor._ops.rules.attention.ring import zigzag_chunks
 from globaltensor.boxing.moves import show_bytes
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
@@ -381,13 +381,13 @@ def test_work_taken_together_is_the_same(rows: list[tuple[int, int]], keys: list
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_pairs_are_one_piece_a_round(parts: int) -> None:
-    dealt = paired(16 * parts, parts)
+    dealt = zigzag_chunks(16 * parts, parts)
     assert {taken_together(rows, keys, True)[1] for rows in dealt for keys in dealt} == {1}
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_pairs_have_equal_work_in_every_round(parts: int) -> None:
-    dealt = paired(16 * parts, parts)
+    dealt = zigzag_chunks(16 * parts, parts)
     rounds = [
         [sum(int(seen(r, k, True).sum()) for r in dealt[i] for k in dealt[(i - t) % parts]) for i in range(parts)] for t in range(parts)
     ]  # fmt: skip

@@ -10,10 +10,10 @@ from test_auto_search import layers, mesh
 
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import search
-from globaltensor.auto.solver import Larger, Problem, solve
-from globaltensor.auto.solver.joint_presolve import Pair
+from globaltensor.auto.solver import MinimaxSolver, Problem, solve
+from globaltensor.auto.solver.joint_presolve import JointPresolve
 from globaltensor.auto.solver.min_marginals import marginals
-from globaltensor.auto.solver.path_relinking import between, crossing, weighted
+from globaltensor.auto.solver.path_relinking import crossing, relink, weighted
 from globaltensor.auto.solver.presolve import core_of
 from globaltensor.auto.solver.variable_elimination import Elimination
 from globaltensor.cluster import Cluster
@@ -56,7 +56,7 @@ def test_it_is_the_best_of_all_there_are(seed: int) -> None:
             suits = min((1 - at) * costs[c][0] + at * costs[c][1] for c in those)
             least.append([c for c in those if (1 - at) * costs[c][0] + at * costs[c][1] <= suits + 1e-9])
     fitting = [c for ties in least for c in ties if both[0].fits(c)]
-    found = between(both, before, after, order)
+    found = relink(both, before, after, order)
     if found is None:
         assert both[0].usage_limit is not None, "before and after are allowed themselves"
         return
@@ -75,7 +75,7 @@ def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
     if not every:
         assert first.infeasible
         return
-    larger = Larger(both, order, first, 1e-9, 500, proving=how != "weights", program=10**6 if how == "program" else -1)
+    larger = MinimaxSolver(both, order, first, 1e-9, 500, proving=how != "weights", program=10**6 if how == "program" else -1)
     larger.run()
     least = min(max(float(p.evaluate(c)) for p in both) for c in every)
     assert both[0].fits(larger.best.whole)
@@ -89,7 +89,7 @@ def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
 @pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("seed", range(40))
 def test_only_what_costs_less_is_looked_for(seed: int, share: float) -> None:
-    """By `Larger` and by `solve`: the best if it costs less than that; else a bound of as much."""
+    """By `MinimaxSolver` and by `solve`: the best if it costs less than that; else a bound of as much."""
     both, order = drawn(seed, limit=12 if seed % 2 else None)
     every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
     if not every:
@@ -101,7 +101,7 @@ def test_only_what_costs_less_is_looked_for(seed: int, share: float) -> None:
     assert not found.infeasible
     assert found.cost == least if found.feasible else found.bound == below
     least, first = min(max(float(p.evaluate(c)) for p in both) for c in every), solve(both[0])
-    larger = Larger(both, order, first, 1e-9, 500, below=least * share + 0.01)
+    larger = MinimaxSolver(both, order, first, 1e-9, 500, below=least * share + 0.01)
     larger.run()
     assert larger.bound <= least * (1 + 1e-9)
     assert larger.bound >= min(least, least * share + 0.01) * (1 - 1e-8)
@@ -113,7 +113,7 @@ def test_it_ends_where_it_may_solve_no_more(program: int) -> None:
     both, order = drawn(1, limit=None)
     first = solve(both[0])
     for most, seconds in ((0, 9.0), (1, 9.0), (500, 0.0), (2, 9.0)):
-        larger = Larger(both, order, first, 1e-9, most, seconds, program=program)
+        larger = MinimaxSolver(both, order, first, 1e-9, most, seconds, program=program)
         larger.run()
         assert larger.left >= 0
         assert larger.bound <= larger.best.cost
@@ -124,7 +124,7 @@ def test_what_a_pair_leaves_out_is_no_loss_for_either(seed: int) -> None:
     """Nor for what lies between: the least cost, at any weight, is as it was."""
     both, _ = drawn(seed, limit=12 if seed % 2 else None)
     every = [c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)]
-    pair = Pair(both)
+    pair = JointPresolve(both)
     assert pair.feasible == bool(every)
     for at in (0.0, 0.3, 0.7, 1.0) if every else ():
         least = min((1 - at) * float(both[0].evaluate(c)) + at * float(both[1].evaluate(c)) for c in every)

@@ -15,7 +15,7 @@ from torch import Tensor
 from globaltensor.auto.cost.batch_scaling import Batches
 from globaltensor.auto.inter_op import search as module
 from globaltensor.auto.inter_op.lagrangian_bound import Dual
-from globaltensor.auto.inter_op.search import Space, _Search, everything
+from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import PlanError
@@ -34,9 +34,9 @@ def all_looks(dual: Dual) -> float:
 def test_no_plan_of_a_schedule_takes_less_than_its_bound(share: float, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ASKED", -1)  # nothing is left out for its bound within the memory
     of = gpt(6, width=512, length=128, tied=tied)
-    free = everything(of, 32, DGX, 4, Options(memory=10**12), Space(stages=[1], micro_batches=[1]))
+    free = search_pipelines(of, 32, DGX, 4, Options(memory=10**12), SearchSpace(stages=[1], micro_batches=[1]))
     options = Options(memory=int(free.memory * share))
-    search = _Search(Batches(of, 32), DGX, 4, options, Space(micro_batches=[1, 2, 8]))
+    search = PipelineSearch(Batches(of, 32), DGX, 4, options, SearchSpace(micro_batches=[1, 2, 8]))
     search.run(math.inf)
     compared = raised = 0
     for c in search.found:
@@ -57,22 +57,22 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(share: float, tied: boo
 def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
     """A column of layers alike on one device, of which as few run again as make it fit: the bound lies below by little."""
     of, space = gpt(24, width=512, length=256), only((1,))
-    free = everything(of, 16, DGX, 1, Options(memory=10**13), space)
-    kept = everything(of, 16, DGX, 1, Options(memory=10**13), only((1,), recompute=False))
+    free = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), space)
+    kept = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), only((1,), recompute=False))
     assert free.cost == pytest.approx(kept.cost)
     limit = int(free.memory * 0.6)
-    tight = everything(of, 16, DGX, 1, Options(memory=limit), space)
+    tight = search_pipelines(of, 16, DGX, 1, Options(memory=limit), space)
     again = len(tight.choices["recompute"])
     assert 0 < again < 24
     assert free.cost < tight.bound <= tight.cost
     a_layer = (tight.cost - free.cost) / again
     assert tight.cost - tight.bound < 3 * a_layer, "a layer, and what calls need only while they run, which the bound leaves out"
     with pytest.raises(PlanError, match="the least that was found"):
-        everything(of, 16, DGX, 1, Options(memory=limit // 20), space)
+        search_pipelines(of, 16, DGX, 1, Options(memory=limit // 20), space)
 
 
 def test_a_bound_without_a_limit_is_the_even_part() -> None:
-    search = _Search(Batches(gpt(4), 16), DGX, 4, Options(), Space())
+    search = PipelineSearch(Batches(gpt(4), 16), DGX, 4, Options(), SearchSpace())
     settings = list(search._settings())
     search.bounds = {s[1:]: s.bound for s in settings}
     for setting in settings[:6]:

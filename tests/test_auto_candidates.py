@@ -17,12 +17,12 @@ from globaltensor._base import torch_private
 from globaltensor._base.pytree import replaced, tensors_in
 from globaltensor._ops.rules.partial_extrema import AHEAD
 from globaltensor.auto.cost import strategies
-from globaltensor.auto.cost.reshard_cost import Prices
-from globaltensor.auto.cost.strategies import Menu
+from globaltensor.auto.cost.reshard_cost import ReshardCosts
+from globaltensor.auto.cost.strategies import StrategyBuilder
 from globaltensor.auto.ir.flops import work_of
 from globaltensor.auto.ir.op_graph import Calls, Ref
 from globaltensor.auto.ir.trace import calls_of_model
-from globaltensor.boxing import boxing_log, plan
+from globaltensor.boxing import boxing_log, plan_boxing
 from globaltensor.cluster import Cluster
 from globaltensor.distributed.simulate import simulate
 from globaltensor.sbp import broadcast, partial_sum, split
@@ -84,7 +84,7 @@ def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
     calls = calls_of_model(made, inputs)
     values = plainly(calls, made, inputs)
     mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
-    menu = Menu(Prices(Cluster(), mesh), True)
+    menu = StrategyBuilder(ReshardCosts(Cluster(), mesh), True)
     unique = {call.key: call for call in calls.calls if not call.wild}
     tried = simulate(int(np.prod(grid)), lambda: [run(call, menu, calls, values, mesh) for call in unique.values()])
     assert sum(tried[0]) > 2 * len(unique)
@@ -100,12 +100,12 @@ def test_a_mean_loss_keeps_its_targets_split(weighted: bool) -> None:
 
     calls = calls_of_model(Loss(), (torch.randn(8, 5, requires_grad=True), torch.zeros(8, dtype=torch.long), torch.ones(5)))
     call = next(c for c in calls.calls if "cross_entropy" in c.name)
-    found = Menu(Prices(Cluster(), Placement("cpu", [0, 1])), True).of(call, calls.values)
+    found = StrategyBuilder(ReshardCosts(Cluster(), Placement("cpu", [0, 1])), True).of(call, calls.values)
     ways = [tuple(column[k][0] for column in found.ins)[:2] for k in range(len(found))]
     assert found.moving[ways.index((split(0), split(0)))] == 0
 
 
-def run(call: Any, menu: Menu, calls: Calls, values: dict[int, torch.Tensor], mesh: Placement) -> int:
+def run(call: Any, menu: StrategyBuilder, calls: Calls, values: dict[int, torch.Tensor], mesh: Placement) -> int:
     found = menu.of(call, calls.values)
     for k in range(len(found)):
         operands = [values[v] for v in call.operands]
@@ -138,13 +138,13 @@ def test_all_prices_at_once_are_those_of_the_planner(grid: tuple[int, ...], shap
     """Between layouts of one mesh, save where the planner knows a shorter way along no axis (each rank taking its pieces at once), and where, on several axes,
     a way leads over layouts that the planner leaves out."""
     mesh = Placement("cpu", np.arange(np.prod(grid)).reshape(grid))
-    prices, entries = Prices(Cluster(), mesh), [broadcast, partial_sum, split(0), split(1)]
+    prices, entries = ReshardCosts(Cluster(), mesh), [broadcast, partial_sum, split(0), split(1)]
     layouts = [tuple(entries[i] for i in at) for at in np.ndindex(*[4] * len(grid))]
     specs = [Spec.make(shape, torch.float32, mesh, layout) for layout in layouts]
     numbers, seconds = prices.table(shape, torch.float32, layouts)
     for a, src in zip(layouts, specs, strict=True):
         for b, dst in zip(layouts, specs, strict=True):
-            route = plan(src.replace(layout=a), dst.replace(layout=b))
+            route = plan_boxing(src.replace(layout=a), dst.replace(layout=b))
             found = seconds[numbers[a], numbers[b]]
             if all(m.axes for m in route.moves):
                 told = f"{found} for {src!r} -> {dst!r}: {route}, {route.seconds}"
@@ -164,8 +164,8 @@ def test_candidates_are_left_out_on_one_mesh_only(monkeypatch: pytest.MonkeyPatc
     assert after == len(menu_of((2,)).of(calls.calls[0], calls.values))
 
 
-def menu_of(grid: tuple[int, ...]) -> Menu:
-    return Menu(Prices(Cluster(), Placement("cpu", np.arange(np.prod(grid)).reshape(grid))), True)
+def menu_of(grid: tuple[int, ...]) -> StrategyBuilder:
+    return StrategyBuilder(ReshardCosts(Cluster(), Placement("cpu", np.arange(np.prod(grid)).reshape(grid))), True)
 
 
 class Squares(nn.Module):

@@ -17,7 +17,7 @@ from test_auto_search import GPT, only
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor.auto.inter_op.search import Space, everything
+from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Plan, PlanError
@@ -49,7 +49,7 @@ def drawn(step: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def searched(n: int, space: Space | None, memory: int | None = None, tied: bool = False) -> Plan:
+def searched(n: int, space: SearchSpace | None, memory: int | None = None, tied: bool = False) -> Plan:
     """The plan of the search over everything for ``n`` devices."""
     with torch.device("meta"):
         model = GPT(4, WIDTH, 2, WORDS, TIME, tied).double()
@@ -57,7 +57,7 @@ def searched(n: int, space: Space | None, memory: int | None = None, tied: bool 
     def of(rows: int) -> Any:
         return calls_of_model(model, tuple(torch.empty(rows, TIME, dtype=torch.long, device="meta") for _ in range(2)))
 
-    return everything(of, ROWS, CLUSTER.with_size(n), n, Options(memory=memory), space)
+    return search_pipelines(of, ROWS, CLUSTER.with_size(n), n, Options(memory=memory), space)
 
 
 def number(loss: Tensor) -> float:
@@ -345,7 +345,7 @@ def test_models_of_hugging_face(kind: str, lanes: tuple[tuple[int, ...], str]) -
     def calls(rows: int) -> Any:
         return calls_of_model(model, (), {name: torch.empty(rows, 8, dtype=torch.long, device="meta") for name in ("input_ids", "labels")})
 
-    plan = everything(calls, ROWS, CLUSTER.with_size(n), n, Options(), only(mesh, 2, 4, schedules=(schedule,)))
+    plan = search_pipelines(calls, ROWS, CLUSTER.with_size(n), n, Options(), only(mesh, 2, 4, schedules=(schedule,)))
 
     class Step(Training):
         def build(self, given: Any) -> Any:

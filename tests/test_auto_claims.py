@@ -34,10 +34,10 @@ from globaltensor.auto.api import recipes_of
 from globaltensor.auto.apply.eager import plan_of
 from globaltensor.auto.cost import strategies as candidates
 from globaltensor.auto.cost.meshes import meshes
-from globaltensor.auto.inter_op.search import Space, everything
+from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.alternatives import least_larger
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.intra_op.search import Found, compare, data_parallel, search, told_by
+from globaltensor.auto.intra_op.search import SearchResult, binding_formulation, compare, data_parallel, search
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.html import data
 from globaltensor.auto.plan.plan import Lost, Plan
@@ -60,13 +60,13 @@ def seeds() -> list[Any]:
     return [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
 
 
-def found(case: Case, **options: Any) -> Found:
+def found(case: Case, **options: Any) -> SearchResult:
     """The search, with a few seconds where memory is short: what is not proven by then claims nothing."""
     seconds = 3.0 if options else None
     return search(case.calls, case.cluster, case.mesh, Options(**options), seconds, recipes_of(case.model, case.calls, case.mesh))
 
 
-def within_a_limit(case: Case, free: Found) -> Found:
+def within_a_limit(case: Case, free: SearchResult) -> SearchResult:
     """The search with some memory between the least that would do and what the best plan takes."""
     least = free.formulation.least_memory()
     assert least is not None
@@ -74,18 +74,18 @@ def within_a_limit(case: Case, free: Found) -> Found:
     return found(case, memory=limit)
 
 
-def cost(f: Found, changed: dict[int, int] | None = None) -> float:
+def cost(f: SearchResult, changed: dict[int, int] | None = None) -> float:
     """What the choice costs, with some strategies changed: by whichever sum that is more."""
     choice = list(f.choice)
     for node, k in (changed or {}).items():
         choice[node] = k
-    return float(told_by(f.formulation, choice).problem.evaluate(choice))
+    return float(binding_formulation(f.formulation, choice).problem.evaluate(choice))
 
 
 # ---------------------------------------------------------------------------------------------------------------- prices and proofs
 
 
-def check_prices(f: Found) -> None:
+def check_prices(f: SearchResult) -> None:
     """The plan's own figures add up to its cost, and nothing that it prices costs less, if it is called optimal."""
     plan = f.plan
     assert plan.cost == pytest.approx(cost(f), rel=CLOSE)
@@ -217,9 +217,9 @@ def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
     for stages, micros in ((2, 2), (2, 4), (4, 4)):
         if rows % micros == 0:
             with contextlib.suppress(flow.auto.PlanError):  # too few segments
-                space = Space(stages=[stages], micro_batches=[micros])
+                space = SearchSpace(stages=[stages], micro_batches=[micros])
                 calls_at = lambda n: calls_of_model(case.model, (torch.empty(n, *case.x.shape[1:], device="meta"),), None, cluster.device)  # noqa: E731
-                assert everything(calls_at, rows, cluster, None, options, space).cost >= plan.cost * (1 - CLOSE), (stages, micros)
+                assert search_pipelines(calls_at, rows, cluster, None, options, space).cost >= plan.cost * (1 - CLOSE), (stages, micros)
 
 
 # ---------------------------------------------------------------------------------------------------------------- where exactness ends

@@ -12,9 +12,9 @@ import pytest
 
 from globaltensor.auto.solver import Problem, solve
 from globaltensor.auto.solver.dual_ascent import Ascent
-from globaltensor.auto.solver.flat_arrays import Flat
-from globaltensor.auto.solver.incumbent import Search
-from globaltensor.auto.solver.presolve import core_of, reduce
+from globaltensor.auto.solver.flat_arrays import FlatProblem
+from globaltensor.auto.solver.incumbent import SearchState
+from globaltensor.auto.solver.presolve import core_of, presolve
 
 MODULE = sys.modules[solve.__module__]
 
@@ -42,8 +42,8 @@ def test_what_highs_takes_for_feasible_is_no_proof() -> None:
     problem.node([0, 10], [((0, 1), [limit // 2 + 1, 0])])
     problem.node([0, 7], [((0, 1), [limit // 2, 0])])
     core = core_of(problem)
-    search = Search(problem, time.monotonic(), time.monotonic() + 60)
-    flat = Flat(core)
+    search = SearchState(problem, time.monotonic(), time.monotonic() + 60)
+    flat = FlatProblem(core)
     ascent = Ascent(flat)
     ascent.run(search.deadline, 1)
     assert MODULE.finish(search, core, flat, ascent)
@@ -63,7 +63,7 @@ def test_equal_layers_are_reduced_once() -> None:
             for i, j, k in ((last, inner[0], 0), (last, inner[1], 1), (inner[0], inner[2], 2), (inner[1], inner[2], 3), (inner[2], following, 0)):
                 problem.edge(i, j, tables[k])
             last = following
-        core = reduce(core_of(problem))
+        core = presolve(core_of(problem))
         assert not core.live
         return core.shared.made
 

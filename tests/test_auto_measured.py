@@ -20,8 +20,8 @@ from globaltensor.auto.calibrate import ops as calibration
 from globaltensor.auto.calibrate import steps as whole
 from globaltensor.auto.calibrate.ops import _affordable, _batches, ops_of
 from globaltensor.auto.cost.measured_ops import op_key, parts
-from globaltensor.auto.cost.reshard_cost import Prices
-from globaltensor.auto.cost.strategies import Candidates, Menu
+from globaltensor.auto.cost.reshard_cost import ReshardCosts
+from globaltensor.auto.cost.strategies import StrategyBuilder, StrategyTable
 from globaltensor.auto.intra_op.formulate import Options, bucket_of, updating
 from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.trace import calls_of_model
@@ -43,8 +43,8 @@ class Linears(nn.Module):
         return F.mse_loss(self.down(F.gelu(self.up(x))), x)
 
 
-def candidates_of(calls: Calls, cluster: Cluster, mesh: Placement = MESH) -> dict[int, Candidates]:
-    menu = Menu(Prices(cluster, mesh), calls.training)
+def candidates_of(calls: Calls, cluster: Cluster, mesh: Placement = MESH) -> dict[int, StrategyTable]:
+    menu = StrategyBuilder(ReshardCosts(cluster, mesh), calls.training)
     return {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
 
 
@@ -56,9 +56,9 @@ def test_a_key_says_function_parts_and_arguments() -> None:
     calls = calls_of_model(Linears(), (torch.randn(4, 8),))
     linear = first(calls, "linear")
     operands = [calls.values[v] for v in linear.operands]
-    shapes = parts(operands, [(S(0),), (B,), (B,)], Prices(Cluster(), MESH))
+    shapes = parts(operands, [(S(0),), (B,), (B,)], ReshardCosts(Cluster(), MESH))
     assert op_key(linear, operands, shapes) == "linear(float32[2, 8], float32[16, 8]~, float32[16]~)"
-    uneven = parts(operands, [(B,), (S(0),), (S(0),)], Prices(Cluster(), Placement("cpu", [0, 1, 2])))
+    uneven = parts(operands, [(B,), (S(0),), (S(0),)], ReshardCosts(Cluster(), Placement("cpu", [0, 1, 2])))
     assert uneven == [(4, 8), (6, 8), (6,)]
     gelus = [c for c in calls_of_model(Gelus(), (torch.randn(4, 8),)).calls if c.func is F.gelu]
     keys = {op_key(c, [calls.values[c.operands[0]]], [(4, 8)]) for c in gelus}
@@ -124,7 +124,7 @@ def test_rings_of_attention_do_what_was_measured_for_each_rank(size: int) -> Non
     (call,) = (c for c in calls.calls if "attention" in c.func.__name__)
     mesh = Placement("cpu", list(range(size)))
     operands, seconds = [calls.values[v] for v in call.operands], 7.0
-    keys = {op_key(call, operands, parts(operands, [(S(d),)] * 3, Prices(Cluster(), mesh))): (seconds, 0.0) for d in (1, 2)}
+    keys = {op_key(call, operands, parts(operands, [(S(d),)] * 3, ReshardCosts(Cluster(), mesh))): (seconds, 0.0) for d in (1, 2)}
     found = candidates_of(calls, Cluster().with_ops(keys), mesh)[call.number]
     told = {found.ins[0][k][0].dim: found.forward[k] for k in range(len(found)) if {x[k] for x in found.ins} in ({(S(1),)}, {(S(2),)})}
     assert told == pytest.approx({1: seconds, 2: size * seconds})
@@ -222,7 +222,7 @@ def built_anew(seconds: float) -> list[int]:
 
     whole._built, whole._timed = built, lambda graphs, clock, seconds: dict.fromkeys(graphs, 1.0)
     try:
-        whole.within_steps(Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds)
+        whole.calibrate_steps(Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds)
     finally:
         whole._built, whole._timed = kept, timed
     return seen
@@ -308,7 +308,7 @@ def test_stretched_times(cluster: Cluster) -> None:
 def test_gradients_of_broadcast_parameters_are_summed_whole_and_together() -> None:
     """Whatever took a parameter: the reducer sums what arrives for a leaf that several ranks hold, in buckets."""
     cluster = Cluster(launch=1e-3, latency=0.0)
-    shape, alone, together = (8, 16), Prices(cluster, MESH), Prices(cluster, MESH, bucket=10 * 8 * 16 * 4)
+    shape, alone, together = (8, 16), ReshardCosts(cluster, MESH), ReshardCosts(cluster, MESH, bucket=10 * 8 * 16 * 4)
     one, all_ = cluster.seconds("all_reduce", 512, 2), cluster.seconds("all_reduce", 5120, 2)
     found = alone.gradients(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)])
     pad, scatter = cluster.seconds("pad", 768, 1), cluster.seconds("reduce_scatter", 512, 2)
@@ -324,7 +324,7 @@ def test_gathered_parameters_wait_together() -> None:
     shape, skew = (8, 16), 1e-3
     tables = []
     for late in (0.0, skew):
-        prices = Prices(dataclasses.replace(Cluster(latency=0.0), skew=late), MESH, gathered=1 << 20)
+        prices = ReshardCosts(dataclasses.replace(Cluster(latency=0.0), skew=late), MESH, gathered=1 << 20)
         tables.append([prices.fetched(shape, torch.float32, [(B,), (S(0),)], [(B,), (S(0),)]), prices.table(shape, torch.float32, [(S(0),), (B,)])])
     (before, (numbers, seconds)), (after, (_, later)) = tables
     assert after - before == pytest.approx(np.array([[0.0, 0.0], [skew / 4, 0.0]]))
@@ -337,7 +337,7 @@ def test_buckets_have_a_factor_of_their_own() -> None:
     shape, layouts = (8, 16), [(B,), (S(0),)]
     found = []
     for bucketed in (1.0, 0.5):
-        prices = Prices(dataclasses.replace(Cluster(), bucketed=bucketed), MESH, bucket=1 << 20, gathered=1 << 20)
+        prices = ReshardCosts(dataclasses.replace(Cluster(), bucketed=bucketed), MESH, bucket=1 << 20, gathered=1 << 20)
         gradients, fetched = (f(shape, torch.float32, layouts, layouts) for f in (prices.gradients, prices.fetched))
         found.append((gradients[0], fetched[1, 0], prices.table(shape, torch.float32, layouts)[1]))
     (sums, gathers, others), (half, less, same) = found

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor._tensor.gradients import parameter_gather
-from globaltensor.auto.apply.modules import freeing
-from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.apply.modules import install_reshard_hooks
+from globaltensor.auto.inter_op.predict import predict
 from globaltensor.auto.intra_op.formulate import Options, formulate
-from globaltensor.auto.intra_op.search import data_parallel, priced, search
+from globaltensor.auto.intra_op.search import data_parallel, price_layouts, search
 from globaltensor.auto.ir.trace import calls_of_model, captured_calls
 from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster
@@ -211,8 +211,8 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
     spent = tight.plan.spent
     assert spent["computing"] + spent["moving"] + spent["updating"] - spent["hidden"] == pytest.approx(tight.plan.cost), "the second time is moving too"
     assert "gathered again in backward" in tight.plan.report()
-    again = foretell(tight.plan, FAST, calls, options)
-    assert again.seconds == pytest.approx(foretell(tight.plan).seconds, rel=1e-6), "priced anew, both times are there"
+    again = predict(tight.plan, FAST, calls, options)
+    assert again.seconds == pytest.approx(predict(tight.plan).seconds, rel=1e-6), "priced anew, both times are there"
     kept = solve(dataclasses.replace(roomy.formulation.problem, usage_limit=least))
     assert not kept.feasible, "with copies kept nothing fits"
 
@@ -238,13 +238,13 @@ def test_ways_that_are_compared_may_let_go_too() -> None:
     calls = calls_of_model(stack(64, 8), (torch.empty(1 << 12, 64).double(),))
     f = formulate(calls, FAST, Placement("cpu", np.arange(8)), Options())
     shares = {v.path: ((S(0),),) for v in calls.parameters} | {"input_16": ((S(0),),)}
-    roomy, tight = priced(f, shares), priced(f.under(freed=True), shares)
+    roomy, tight = price_layouts(f, shares), price_layouts(f.under(freed=True), shares)
     assert roomy == tight, "without a limit nothing is let go of"
-    limited = priced(f.under(memory=roomy.memory - 1), shares)
+    limited = price_layouts(f.under(memory=roomy.memory - 1), shares)
     assert limited.fits
     assert limited.memory < roomy.memory
     assert limited.cost > roomy.cost
-    assert not priced(f.under(memory=1 << 10), data_parallel(calls, f.mesh)).fits
+    assert not price_layouts(f.under(memory=1 << 10), data_parallel(calls, f.mesh)).fits
 
 
 # ---------------------------------------------------------------------------------------------------------------- carried out
@@ -265,7 +265,7 @@ def test_in_eager_mode_a_models_forward_lets_go() -> None:
     def run(freed: bool) -> tuple[list[int], list[Tensor]]:
         place = flow.placement.all("cpu")
         model = copy.deepcopy(plain).to_global(place, S(0))
-        freeing(model, dataclasses.replace(plan, choices={"freed": freed}))
+        install_reshard_hooks(model, dataclasses.replace(plan, choices={"freed": freed}))
         noted: list[int] = []
         model[2].register_forward_hook(lambda *_: noted.append(parameter_gather._state().freed))
         given = x.to_global(place, B, check_meta=False)  # type: ignore[attr-defined]

@@ -16,17 +16,17 @@ from torch import nn
 import globaltensor as flow
 from globaltensor.auto import api
 from globaltensor.auto.cost.meshes import meshes
-from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.inter_op.predict import predict
 from globaltensor.auto.intra_op import formulate
 from globaltensor.auto.intra_op import search as search_module
-from globaltensor.auto.intra_op.formulate import Known, Options, _Builder
-from globaltensor.auto.intra_op.search import priced, search
+from globaltensor.auto.intra_op.formulate import FormulationCache, Options, _Builder
+from globaltensor.auto.intra_op.search import price_layouts, search
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.auto.solver import Solution, solve
 from globaltensor.cluster import Cluster
 from globaltensor.graph.errors import GraphError
-from globaltensor.graph.sharding_plan import Plan as GraphPlan
+from globaltensor.graph.sharding_plan import ShardingPlan as GraphPlan
 from globaltensor.sbp import split as S
 from globaltensor.sharding.placement import Placement
 
@@ -159,7 +159,7 @@ def test_out_of_time_is_not_told_as_impossible(infeasible: bool, memory: int | N
     assert ("contradict" in told) == (infeasible and memory is None)
     assert ("memory=64 bytes" in told) == (memory == 64)
     assert "0 bytes" not in told
-    assert ("time" in priced(known, {}).why) != infeasible
+    assert ("time" in price_layouts(known, {}).why) != infeasible
 
 
 def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +198,8 @@ def test_the_solvers_plan_on_one_mesh_is_what_is_simulated_and_shown() -> None:
     assert plan.seconds == pytest.approx(plan.cost, rel=0.05)
     slower = dataclasses.replace(cluster, name="slower", flops={kind: rate / 8 for kind, rate in cluster.flops.items()})
     calls = calls_of_model(model, (x,))
-    assert foretell(plan, cluster, calls).seconds == pytest.approx(plan.seconds, rel=0.02)
-    assert foretell(plan, slower, calls).seconds > 2 * plan.seconds
+    assert predict(plan, cluster, calls).seconds == pytest.approx(plan.seconds, rel=0.02)
+    assert predict(plan, slower, calls).seconds > 2 * plan.seconds
     assert max(level for _, level in plan.over_time) == plan.memory
     assert plan.timeline["traceEvents"]
 
@@ -210,7 +210,9 @@ def test_the_solvers_plan_on_one_mesh_is_what_is_simulated_and_shown() -> None:
 def test_waiting_counts_for_what_goes_on_from_a_second_layout() -> None:
     calls = calls_of_model(nn.Linear(8, 16), (torch.empty(4, 8, requires_grad=True),))
     value = next(v for v in calls.values if v.state == "input")
-    plain, waiting = (_Builder(calls, MESH, Options(wait=wait), Known(Cluster(), MESH, True))._onwards(value, [(S(0),)], [(S(0),), (S(1),)]) for wait in (0, 1))
+    plain, waiting = (
+        _Builder(calls, MESH, Options(wait=wait), FormulationCache(Cluster(), MESH, True))._onwards(value, [(S(0),)], [(S(0),), (S(1),)]) for wait in (0, 1)
+    )
     np.testing.assert_allclose(waiting - plain, [[0.0, 2.0]])
     assert plain[0, 1] > 0
 

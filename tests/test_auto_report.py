@@ -16,7 +16,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.auto.intra_op.formulate import Options
-from globaltensor.auto.intra_op.search import Found, search
+from globaltensor.auto.intra_op.search import SearchResult, search
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Plan, PlanError
 from globaltensor.cluster import Cluster
@@ -89,7 +89,7 @@ class MLP(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def found(mesh: tuple[int, ...], memory: int | None = None) -> Found:
+def found(mesh: tuple[int, ...], memory: int | None = None) -> SearchResult:
     """The plan of a small model, its problem and its choice."""
     calls = calls_of_model(MLP(), (torch.empty(16, 256),))
     placement = flow.placement("cpu", np.arange(math.prod(mesh)).reshape(mesh).tolist())
@@ -97,7 +97,7 @@ def found(mesh: tuple[int, ...], memory: int | None = None) -> Found:
 
 
 @pytest.fixture(scope="module", params=[(4,), (2, 2)], ids=["1-D", "2-D"])
-def searched(request: pytest.FixtureRequest) -> Found:
+def searched(request: pytest.FixtureRequest) -> SearchResult:
     return found(request.param)
 
 
@@ -137,7 +137,7 @@ def test_printing_a_plan_is_the_head_of_its_report() -> None:
     assert "gap 10 %" in str(plan)
 
 
-def test_a_real_report_says_what_it_must(searched: Found) -> None:
+def test_a_real_report_says_what_it_must(searched: SearchResult) -> None:
     text = searched.plan.report()
     lines = [line.strip() for line in text.splitlines()]
     assert any(line.startswith("cost ") and "optimal" in line for line in lines), text
@@ -145,7 +145,7 @@ def test_a_real_report_says_what_it_must(searched: Found) -> None:
         assert any(line.startswith(word) and any(c.isdigit() for c in line) for line in lines), f"no line begins with {word!r}:\n{text}"
 
 
-def test_costs_add_up(searched: Found) -> None:
+def test_costs_add_up(searched: SearchResult) -> None:
     spent = searched.plan.spent
     assert searched.plan.cost == pytest.approx(spent["computing"] + spent["moving"] - spent["hidden"] + spent["updating"], rel=1e-9)
     assert all(x >= 0 for x in spent.values())
@@ -182,7 +182,7 @@ def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, 
         assert -1e-12 <= spent["waiting"] <= options["wait"] * sum((c.forward > 0) + (c.backward > 0) for c in plan.changes) + 1e-12
 
 
-def test_memory_adds_up(searched: Found) -> None:
+def test_memory_adds_up(searched: SearchResult) -> None:
     held, plan = searched.plan.held, searched.plan
     assert sum(held.values()) == plan.memory == max(level for _, level in plan.over_time)
     assert held["gradients"] == held["parameters"] == sum(g.bytes for g in plan.given if g.kind == "parameter")
@@ -205,7 +205,7 @@ def test_gradients_that_are_summed_are_among_the_changes() -> None:
 # ------------------------------------------------------------------------------------------------------------ other ways
 
 
-def cheapest(f: Found, node: int, k: int) -> tuple[float, set[int]]:
+def cheapest(f: SearchResult, node: int, k: int) -> tuple[float, set[int]]:
     """(least cost with strategy k for a node, the tensors beside it tried in all ways, by how much the peak grows then)."""
     problem, base = f.formulation.problem, list(f.choice)
     beside = {b if a == node else a for a, b in problem.edges if node in (a, b)} & set(f.formulation.node_of_value.values())
@@ -260,7 +260,7 @@ def test_other_layouts_of_a_parameter_cost_what_a_search_that_must_take_them_fin
         assert hidden is None or other.extra == pytest.approx(forced.cost - best.plan.cost, abs=1e-12)
 
 
-def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: Found) -> None:
+def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: SearchResult) -> None:
     extras = [o.extra for thing in (*searched.plan.calls, *searched.plan.given) for o in thing.others]
     assert searched.plan.optimal
     assert len(extras) > 10
@@ -271,7 +271,7 @@ def test_no_other_way_is_cheaper_in_an_optimal_plan(searched: Found) -> None:
 # ---------------------------------------------------------------------------------------------------------------- paths
 
 
-def test_a_module_is_explained_with_its_parameters_and_calls(searched: Found) -> None:
+def test_a_module_is_explained_with_its_parameters_and_calls(searched: SearchResult) -> None:
     text = searched.plan.explain("up")
     for name in ("up.weight", "up.bias", "= linear(", "instead", "computes"):
         assert name in text

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from globaltensor.auto.cost.batch_scaling import Batches
 from globaltensor.auto.cost.meshes import factorizations, mesh, meshes
-from globaltensor.auto.gc_pause import uncollected
+from globaltensor.auto.gc_pause import gc_paused
 from globaltensor.auto.inter_op import min_plus, segment_cost
 from globaltensor.auto.inter_op.min_plus import TooWide, eliminate
 from globaltensor.auto.inter_op.pipeline_cost import modelled
-from globaltensor.auto.inter_op.predict import foretell
+from globaltensor.auto.inter_op.predict import predict
 from globaltensor.auto.inter_op.range_cost import Table, join, runs
-from globaltensor.auto.inter_op.search import Space, _Search, everything
-from globaltensor.auto.inter_op.segment_cost import Ground
-from globaltensor.auto.inter_op.stage_dp import Cutting, Offers, divide, total
+from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
+from globaltensor.auto.inter_op.segment_cost import MeshContext
+from globaltensor.auto.inter_op.stage_dp import StageCosts, StageOptions, divide_into_stages, total
 from globaltensor.auto.inter_op.step_simulator import Stage, step
 from globaltensor.auto.intra_op.formulate import Options, formulate
-from globaltensor.auto.intra_op.search import data_parallel, exposed, search
+from globaltensor.auto.intra_op.search import data_parallel, gradient_traffic_exposed, search
 from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.segments import cut
 from globaltensor.auto.ir.trace import calls_of_model
@@ -96,8 +96,8 @@ def gpt(layers: int = 3, width: int = 256, heads: int = 8, words: int = 1000, le
     return capture(lambda: GPT(layers, width, heads, words, length, tied), length, dtype=torch.bfloat16, words=3)
 
 
-def only(shape: tuple[int, ...], stages: int = 1, micros: int = 1, **more: Any) -> Space:
-    return Space(stages=[stages], micro_batches=[micros], meshes=[shape], **more)
+def only(shape: tuple[int, ...], stages: int = 1, micros: int = 1, **more: Any) -> SearchSpace:
+    return SearchSpace(stages=[stages], micro_batches=[micros], meshes=[shape], **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------- meshes
@@ -163,13 +163,13 @@ def test_cuts_are_those_of_exhaustive_search() -> None:
         n, m, faces = int(rng.integers(2, 8)), int(rng.integers(1, 9)), int(rng.integers(1, 4))
         p = int(rng.integers(1, min(n, 4) + 1))
         sizes = [1] + [faces] * (n - 1) + [1]
-        offers: dict[tuple[int, int, int], Offers] = {}
+        offers: dict[tuple[int, int, int], StageOptions] = {}
         for i, a, b in itertools.product(range(p), range(n), range(1, n + 1)):
             time = rng.random((sizes[a], sizes[b])) * max(1, b - a)
             time[rng.random(time.shape) < 0.15] = np.inf
-            offers[i, a, b] = Offers(time, rng.random(time.shape), np.zeros(time.shape), np.zeros(time.shape, int), ())
+            offers[i, a, b] = StageOptions(time, rng.random(time.shape), np.zeros(time.shape), np.zeros(time.shape, int), ())
         crossing = rng.random((p, n + 1, faces)) * 0.2
-        found = divide(n, p, m, lambda i, a, b, o=offers: o[i, a, b], lambda i, b, c=crossing: c[i, b])
+        found = divide_into_stages(n, p, m, lambda i, a, b, o=offers: o[i, a, b], lambda i, b, c=crossing: c[i, b])
         best = np.inf
         for inner in itertools.combinations(range(1, n), p - 1):
             cuts = (0, *inner, n)
@@ -229,12 +229,12 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize(("odd", "most"), [(16, ()), (8, ()), (0, (16,))], ids=str)
 def test_batches_that_a_model_runs_otherwise_are_left_out(odd: int, most: tuple[int, ...]) -> None:
-    plan = everything(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), Space(stages=[1]))
+    plan = search_pipelines(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), SearchSpace(stages=[1]))
     seen = {int(rows) for rows in plan.search["left_out"]}
     assert seen == ({8} if odd == 8 else {1, 2, 4, 8})
     assert 16 // plan.choices["micro_batches"] not in seen
     with pytest.raises(PlanError, match=f"nothing to search.*with a batch of {min(seen)}"):
-        everything(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), Space(stages=[1], micro_batches=[16 // min(seen)]))
+        search_pipelines(capture(lambda: Moody(odd, most), 16), 16, DGX, 2, Options(), SearchSpace(stages=[1], micro_batches=[16 // min(seen)]))
 
 
 class Normed(nn.Module):
@@ -257,25 +257,25 @@ def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> Non
         return lambda rows: calls_of_model(model, (torch.empty(rows, 256),))
 
     training, evaluated = Normed(), Normed().eval()
-    plan = everything(of(training), 64, slow, 4)
+    plan = search_pipelines(of(training), 64, slow, 4)
     assert plan.choices["micro_batches"] == len(plan.choices["stages"]) == 1
     assert "blocks.0.1 takes statistics of the batch" in plan.report()
-    other = everything(of(evaluated), 64, slow, 4)
+    other = search_pipelines(of(evaluated), 64, slow, 4)
     assert other.choices["micro_batches"] > 1, "on this network a pipeline is best"
     assert "statistics" not in other.report()
-    asked = everything(of(training), 64, slow, 4, None, Space(stages=[4], micro_batches=[8]))
+    asked = search_pipelines(of(training), 64, slow, 4, None, SearchSpace(stages=[4], micro_batches=[8]))
     assert asked.choices["micro_batches"] == 8, "whoever asks for them has them"
     with pytest.raises(PlanError, match=r"1 stage of 4 devices") as told:
-        everything(of(training), 64, slow, 4, Options(memory=1000))
+        search_pipelines(of(training), 64, slow, 4, Options(memory=1000))
     assert "stages of" not in str(told.value)
 
 
 def test_schedules_that_have_too_few_segments_are_left_out() -> None:
     of = capture(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]), 8)
-    plan = everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), micro_batches=[4]))
+    plan = search_pipelines(of, 8, DGX, 2, Options(), SearchSpace(schedules=("zb-v",), micro_batches=[4]))
     assert len(plan.choices["stages"]) == 1
     with pytest.raises(PlanError, match=r"nothing to search.*2 segments"):
-        everything(of, 8, DGX, 2, Options(), Space(schedules=("zb-v",), stages=[2], micro_batches=[4]))
+        search_pipelines(of, 8, DGX, 2, Options(), SearchSpace(schedules=("zb-v",), stages=[2], micro_batches=[4]))
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
@@ -304,7 +304,7 @@ def test_gradients_that_take_longer_than_what_they_hide_behind(rows: int) -> Non
     """What a step of one stage costs is what it is on the clock; and the problem of one mesh, where few rows make the bound of 0.85 hidden a wrong one."""
     of, cluster = layers(), Cluster.preset("dgx-h100", nodes=4)
     options = Options(memory=10**15)
-    plan = everything(of, rows, cluster, 32, options, only((4, 8)))
+    plan = search_pipelines(of, rows, cluster, 32, options, only((4, 8)))
     assert plan.cost == pytest.approx(plan.seconds)
     assert plan.bound <= plan.cost * (1 + 1e-9)
     calls, where = of(rows), mesh((4, 8))
@@ -347,7 +347,7 @@ def exposed_at(rows: int) -> bool:
     formulation = formulate(calls, Cluster.preset("dgx-h100", nodes=2), where, Options(fixed=data_parallel(calls, where)))
     choice = solve(formulation.problem).choice
     assert choice is not None
-    return exposed(formulation, choice)
+    return gradient_traffic_exposed(formulation, choice)
 
 
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
@@ -358,8 +358,8 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.Monkey
     def least() -> tuple[float, float, bool]:
         nonlocal batches
         batches = batches or Batches(of, 16)
-        ground = Ground(batches, 16, DGX, mesh((2, 4)), Options(memory=10**15), cut(of(16)))
-        cutting = Cutting(ground, 1, 1, None)
+        ground = MeshContext(batches, 16, DGX, mesh((2, 4)), Options(memory=10**15), cut(of(16)))
+        cutting = StageCosts(ground, 1, 1, None)
         bound = cutting.evenly(sides=True)
         cutting.settle()
         return bound, float(cutting.first.of(runs(cutting.kinds, [False] * len(cutting.kinds))).score.min()), all(p.sound for p in ground._parts.values())
@@ -380,7 +380,7 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(monkeypatch: pytest.Monkey
 def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied: bool) -> None:
     """Activations that cross segments are never partial here, and parameters kept in shares are gathered twice: so a little more, never less."""
     of, options = gpt(2, tied=tied), Options(memory=10**15, collect=False, hidden=0.0, states=0.0)
-    plan = everything(of, 16, DGX, 8, options, only(shape))
+    plan = search_pipelines(of, 16, DGX, 8, options, only(shape))
     problem = formulate(of(16), DGX, mesh(shape), options).problem
     proven = solve(problem)
     assert proven.optimal
@@ -393,7 +393,7 @@ def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied
 def test_the_bound_holds_for_parameters_that_are_gathered_once() -> None:
     """So they are on one mesh in one go, where the solver has them; the search over everything gathers them in both passes."""
     of, options = capture(lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), 1024), Options(memory=10**15, hidden=0.0)
-    plan, proven = everything(of, 256, DGX, 4, options, only((4,))), solve(formulate(of(256), DGX, mesh((4,)), options).problem)
+    plan, proven = search_pipelines(of, 256, DGX, 4, options, only((4,))), solve(formulate(of(256), DGX, mesh((4,)), options).problem)
     assert float(proven.cost) < plan.cost, "gathering twice costs more"
     assert plan.bound <= plan.cost
     assert plan.search["bound_gathered_once"] <= float(proven.cost) * (1 + 1e-9) < plan.bound, "of one account each"
@@ -408,7 +408,7 @@ def wanted(plan: Plan, function: str) -> list[Any]:
 
 def test_wide_mlp_with_a_small_batch_is_split_by_columns_then_rows() -> None:
     of = capture(lambda: nn.Sequential(nn.Linear(8192, 32768, bias=False), nn.ReLU(), nn.Linear(32768, 8192, bias=False)), 8192)
-    plan = everything(of, 8, DGX, 8, Options(), only((8,)))
+    plan = search_pipelines(of, 8, DGX, 8, Options(), only((8,)))
     first, second = wanted(plan, "linear")
     assert first[1] == ("S(0)",), "a weight of (out, in): columns of its transpose"
     assert second[0] == ("S(1)",)
@@ -416,7 +416,7 @@ def test_wide_mlp_with_a_small_batch_is_split_by_columns_then_rows() -> None:
 
 
 def test_convolutions_by_data_and_a_huge_classifier_split() -> None:
-    plan = everything(capture(lambda: Classifier(400_000), 3, 96, 96), 64, DGX, 8, Options(), only((8,)))
+    plan = search_pipelines(capture(lambda: Classifier(400_000), 3, 96, 96), 64, DGX, 8, Options(), only((8,)))
     assert all(w[0] == ("S(0)",) and w[1] == ("B",) for w in wanted(plan, "conv2d"))
     assert plan.parameters["head.weight"] == ("S(0)",)
     assert wanted(plan, "linear")[0][1] == ("S(0)",), "every rank has some of the classes"
@@ -424,7 +424,7 @@ def test_convolutions_by_data_and_a_huge_classifier_split() -> None:
 
 def test_a_transformer_within_a_node_with_a_small_batch_goes_by_tensors() -> None:
     of = gpt(3, width=8192, heads=64, words=32000, length=1024)
-    plan = everything(of, 1, DGX, 8, Options(), only((8,)))
+    plan = search_pipelines(of, 1, DGX, 8, Options(), only((8,)))
     linear = [c for c in plan.calls if c.function == "linear" and c.module.startswith("blocks.1")]
     assert all(c.share == pytest.approx(1 / 8) for c in linear)
     up, down = linear[2], linear[3]
@@ -438,15 +438,15 @@ def test_a_transformer_within_a_node_with_a_small_batch_goes_by_tensors() -> Non
 
 def test_little_memory_leads_to_shares_and_recomputation() -> None:
     of, roomy = gpt(4, width=512), Options(memory=10**12)
-    free = everything(of, 64, DGX, 8, roomy, only((8,), recompute=False))
-    tight = everything(of, 64, DGX, 8, Options(memory=int(free.memory * 0.35)), only((8,)))
+    free = search_pipelines(of, 64, DGX, 8, roomy, only((8,), recompute=False))
+    tight = search_pipelines(of, 64, DGX, 8, Options(memory=int(free.memory * 0.35)), only((8,)))
     assert tight.memory <= free.memory * 0.35
     assert tight.cost > free.cost
     assert tight.choices["recompute"]
     # So many parameters that they alone fill a device eight times over.
     wide = capture(lambda: nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(24)]), 2048)
     kept = 24 * 2048 * 2048 * 4
-    starved = everything(wide, 4096, DGX, 8, Options(memory=int(kept * 1.2)), only((8,)))
+    starved = search_pipelines(wide, 4096, DGX, 8, Options(memory=int(kept * 1.2)), only((8,)))
     data = [w for w in wanted(starved, "linear") if w[0] == ("S(0)",) and w[1] == ("B",)]
     assert len(data) > 12, "the batch is split, weights are whole where they are used"
     shared = [path for path, layout in starved.parameters.items() if path.endswith("weight") and (layout != ("B",) or path in starved.choices["zero"])]
@@ -456,9 +456,9 @@ def test_little_memory_leads_to_shares_and_recomputation() -> None:
 def test_a_slow_network_between_nodes_leads_to_stages() -> None:
     slow = Cluster(node_size=4, node_bandwidth=2e8, node_latency=1e-4, bandwidth=200e9, flops={"float32": 20e12, "bfloat16": 20e12}, size=8, overlap=2.0)
     of = gpt(4, width=1024, heads=8, words=1000, length=256)
-    plan = everything(of, 32, slow, 8, Options(), Space(axes=1, micro_batches=[1, 8]))
+    plan = search_pipelines(of, 32, slow, 8, Options(), SearchSpace(axes=1, micro_batches=[1, 8]))
     assert len(plan.choices["stages"]) > 1
-    one = everything(of, 32, slow, 8, Options(), Space(stages=[1], axes=1, micro_batches=[1]))
+    one = search_pipelines(of, 32, slow, 8, Options(), SearchSpace(stages=[1], axes=1, micro_batches=[1]))
     assert plan.seconds < one.seconds
     between = [s["ranks"] for s in plan.choices["stages"]]
     assert all(b - a <= 4 for a, b in between), "no stage lies across nodes"
@@ -468,45 +468,45 @@ def test_a_slow_network_between_nodes_leads_to_stages() -> None:
 
 
 def test_the_same_plan_twice_and_bounds_hold() -> None:
-    of, space = gpt(3), Space(micro_batches=[1, 4])
-    one, two = (everything(of, 16, DGX, 4, Options(), space) for _ in range(2))
+    of, space = gpt(3), SearchSpace(micro_batches=[1, 4])
+    one, two = (search_pipelines(of, 16, DGX, 4, Options(), space) for _ in range(2))
     for plan in (one, two):
         plan.search.clear()
     assert one.to_json() == two.to_json()
     assert 0 < one.bound <= one.cost
     for shape in ((4,), (2, 2)):
-        assert everything(of, 16, DGX, 4, Options(), only(shape, micros=1)).cost >= one.bound * (1 - 1e-9)
+        assert search_pipelines(of, 16, DGX, 4, Options(), only(shape, micros=1)).cost >= one.bound * (1 - 1e-9)
     for stages in (2, 4):
-        assert everything(of, 16, DGX, 4, Options(), only((4 // stages,), stages, 4)).cost >= one.bound * (1 - 1e-9)
+        assert search_pipelines(of, 16, DGX, 4, Options(), only((4 // stages,), stages, 4)).cost >= one.bound * (1 - 1e-9)
     names = [c.name for c in one.calls]
     assert len(names) == len(set(names))
     assert {g.name for g in one.given if g.kind == "parameter"} == {v.path for v in of(16).parameters}
 
 
 def test_too_little_memory_says_what_would_do() -> None:
-    space = Space(stages=[1, 2], micro_batches=[4], axes=1)
+    space = SearchSpace(stages=[1, 2], micro_batches=[4], axes=1)
     with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
-        everything(gpt(3), 16, DGX, 4, Options(memory=100_000), space)
+        search_pipelines(gpt(3), 16, DGX, 4, Options(memory=100_000), space)
     least = int(str(error.value).split("the least that was found is ")[1].split()[0])
-    assert everything(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
+    assert search_pipelines(gpt(3), 16, DGX, 4, Options(memory=2 * least), space).memory <= 2 * least
 
 
 def test_the_least_memory_of_a_model_with_hubs_is_that_of_hubs_well_laid() -> None:
     """The table of words, tied at both ends, is most of it; whole on every rank it would need four times as much."""
     of, space = gpt(1, width=64, heads=4, words=4000, length=4, tied=True), only((4,))
     with pytest.raises(PlanError, match=r"the least that was found is (\d+) bytes") as error:
-        everything(of, 4, DGX, 4, Options(memory=10_000), space)
+        search_pipelines(of, 4, DGX, 4, Options(memory=10_000), space)
     least = int(str(error.value).split("the least that was found is ")[1].split()[0])
     assert least < 4000 * 64 * 2 * 4, "parameter, gradient and optimizer state, whole"
 
 
 def test_without_a_limit_no_memory_is_blamed() -> None:
-    search = _Search(Batches(gpt(1), 4), Cluster(size=2), 2, Options(), Space())
+    search = PipelineSearch(Batches(gpt(1), 4), Cluster(size=2), 2, Options(), SearchSpace())
     assert "memory" not in search._too_little()
 
 
 def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:
-    plan = everything(gpt(4), 16, DGX, 4, Options(), only((2,), 2, 4))
+    plan = search_pipelines(gpt(4), 16, DGX, 4, Options(), only((2,), 2, 4))
     assert [s["ranks"] for s in plan.choices["stages"][:2]] == [[0, 2], [2, 4]]
     assert sum(len(s["segments"]) for s in plan.choices["stages"]) == len(cut(gpt(4)(16)).segments)
     plan.save(tmp_path / "plan.json")
@@ -535,23 +535,23 @@ def test_a_step_on_a_clock() -> None:
 def test_a_plan_is_foretold_for_other_clusters() -> None:
     of = gpt(4, width=1024, heads=8)
     for space in (only((2, 2)), only((2,), 2, 4)):
-        plan = everything(of, 16, DGX, 4, Options(), space)
+        plan = search_pipelines(of, 16, DGX, 4, Options(), space)
         rows = 16 // plan.choices["micro_batches"]
-        assert foretell(plan, DGX, of(rows)).seconds == pytest.approx(plan.seconds, rel=0.02), "the same cluster, the same time"
+        assert predict(plan, DGX, of(rows)).seconds == pytest.approx(plan.seconds, rel=0.02), "the same cluster, the same time"
         slower = Cluster.preset("pcie-a100")
-        assert foretell(plan, slower, of(rows)).seconds > plan.seconds
-        assert foretell(plan).seconds == pytest.approx(plan.seconds, rel=0.2), "without the cluster its overlap isn't known"
+        assert predict(plan, slower, of(rows)).seconds > plan.seconds
+        assert predict(plan).seconds == pytest.approx(plan.seconds, rel=0.2), "without the cluster its overlap isn't known"
     with pytest.raises(PlanError, match="imagines as many"):
-        foretell(plan, DGX.with_size(2), of(4))
+        predict(plan, DGX.with_size(2), of(4))
     with pytest.raises(PlanError, match="another batch"):
-        foretell(plan, DGX, of(8))
+        predict(plan, DGX, of(8))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_large_transformer_on_512_devices() -> None:
     of = gpt(96, width=12288, heads=96, words=50304, length=2048)
-    plan = everything(of, 1024, Cluster.preset("dgx-h100", nodes=64).with_size(512))
+    plan = search_pipelines(of, 1024, Cluster.preset("dgx-h100", nodes=64).with_size(512))
     assert plan.memory <= 79 << 30
     assert 0.6 * plan.seconds < plan.bound <= plan.cost
 
@@ -561,13 +561,13 @@ def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
-            with uncollected():
+            with gc_paused():
                 assert not gc.isenabled()
             assert not gc.isenabled()
         assert gc.isenabled() is on
-        with pytest.raises(PlanError), uncollected():
+        with pytest.raises(PlanError), gc_paused():
             raise PlanError("nothing fits")
         assert gc.isenabled() is on
     finally:

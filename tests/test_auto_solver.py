@@ -25,14 +25,14 @@ from globaltensor.auto.solver import solve as solving  # the function; its modul
 from globaltensor.auto.solver.cutting_planes import line
 from globaltensor.auto.solver.cutting_planes import program as cuts_program
 from globaltensor.auto.solver.dual_ascent import Ascent
-from globaltensor.auto.solver.flat_arrays import Flat
-from globaltensor.auto.solver.local_search import Local
+from globaltensor.auto.solver.flat_arrays import FlatProblem
+from globaltensor.auto.solver.local_search import LocalSearch
 from globaltensor.auto.solver.memory_presolve import tighten
 from globaltensor.auto.solver.mip import close
-from globaltensor.auto.solver.neighborhood_search import Blocks
-from globaltensor.auto.solver.presolve import Uses, best_of, core_of, reduce, undominated
+from globaltensor.auto.solver.neighborhood_search import NeighborhoodSearch
+from globaltensor.auto.solver.presolve import Uses, best_of, core_of, presolve, undominated
 from globaltensor.auto.solver.recombine import mix
-from globaltensor.auto.solver.reduced_cost_fixing import Shifted
+from globaltensor.auto.solver.reduced_cost_fixing import Reparametrization
 from globaltensor.auto.solver.trws import Messages
 from globaltensor.auto.solver.variable_elimination import Elimination
 from globaltensor.cluster import Cluster
@@ -142,7 +142,7 @@ def test_the_gap_stays_open_without_its_closing_stages(monkeypatch: pytest.Monke
 def test_reductions_keep_the_optimum(seed: int) -> None:
     problem = made(seed, 3, 6)
     best, _ = exhaustive(problem)
-    for stage in (reduce, tighten):
+    for stage in (presolve, tighten):
         core = stage(core_of(problem))
         values = []
         if core.feasible:
@@ -217,7 +217,7 @@ def test_what_is_equal_is_reduced_once() -> None:
             if before is not None:
                 problem.edge(a, before, tables[4])
             before = c
-        core = reduce(core_of(problem))
+        core = presolve(core_of(problem))
         return core.shared.made
 
     assert made(40) < 2 * made(8)
@@ -226,7 +226,7 @@ def test_what_is_equal_is_reduced_once() -> None:
 def test_integer_programs_run_with_as_many_threads_as_they_are_given() -> None:
     """HiGHS keeps the number it had first in a thread, and refuses another."""
     pytest.importorskip("highspy")
-    flat = Flat(core_of(tight(0)))
+    flat = FlatProblem(core_of(tight(0)))
     for threads in (1, 2, 1):
         assert close(flat, np.zeros(len(flat.room)), 10.0, time.monotonic() + 20, threads, 0).done
 
@@ -238,14 +238,14 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
         best, _ = exhaustive(problem)
         if not core.feasible or not core.live or best == math.inf:
             continue
-        flat = Flat(core)
+        flat = FlatProblem(core)
         price = np.random.default_rng(seed).random(len(flat.room))
         messages = Messages(flat)
         for forward in (True, False, True, False):
             priced = flat.cost + flat.prices(price)
             bound = flat.constant + messages.sweep(priced, forward) - price @ flat.room
             assert bound <= best + 1e-9
-            shifted = Shifted(flat, messages, price, forward, whole=False)
+            shifted = Reparametrization(flat, messages, price, forward, whole=False)
             assert shifted.bound == pytest.approx(bound)
             for choice in itertools.product(*(range(size) for size in flat.size)):
                 whole = core.expand(dict(zip(flat.nodes, choice, strict=True)))
@@ -266,7 +266,7 @@ def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
     core = tighten(core_of(problem))
     if not core.feasible or not len(core.room):
         return
-    flat, end = Flat(core), time.monotonic() + 20
+    flat, end = FlatProblem(core), time.monotonic() + 20
     exact, plain = Ascent(flat, None, math.inf, Elimination.of(core)), Ascent(flat, None, math.inf)
     while not exact.settled and exact.rounds < 100:
         exact.round(False, end, 0.0)
@@ -535,12 +535,12 @@ def grid(side: int, size: int, seed: int) -> Problem:
 def test_blocks_and_mixing_keep_choices_feasible_and_never_make_them_worse() -> None:
     problem = grid(14, 4, 0)
     core = tighten(core_of(problem))
-    flat = Flat(core)
-    local, far = Local(flat), time.monotonic() + 100
+    flat = FlatProblem(core)
+    local, far = LocalSearch(flat), time.monotonic() + 100
     local.set(np.array([int(core.costs[i].argmin()) for i in flat.nodes]))
     assert local.repair()
     start, cost = local.choice.copy(), flat.value(local.choice)
-    blocks, choice, values = Blocks(flat, local, seed=1), start, [cost]
+    blocks, choice, values = NeighborhoodSearch(flat, local, seed=1), start, [cost]
     for _ in range(6):
         choice = blocks.improve(choice, np.zeros(len(flat.room)), far, cap=300)
         values.append(flat.value(choice))

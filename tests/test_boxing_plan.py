@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from globaltensor.auto.cost.reshard_cost import Prices
-from globaltensor.boxing import explain_boxing, plan
+from globaltensor.auto.cost.reshard_cost import ReshardCosts
+from globaltensor.boxing import explain_boxing, plan_boxing
 from globaltensor.boxing.move_cost import _traffic
-from globaltensor.boxing.moves import neighbours
+from globaltensor.boxing.moves import legal_moves
 from globaltensor.cluster import Cluster, current_cluster, use_cluster
 from globaltensor.errors import BoxingError
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_norm, partial_sum, split
@@ -42,8 +42,8 @@ SHAPES = st.tuples(st.integers(0, 13), st.integers(0, 13))
 @given(st.data(), SHAPES)
 def test_a_plan_leads_from_one_end_to_the_other(data: st.DataObject, shape: tuple[int, int]) -> None:
     src, dst = data.draw(specs(shape)), data.draw(specs(shape))
-    route = plan(src, dst)
-    assert route is plan(src, dst)
+    route = plan_boxing(src, dst)
+    assert route is plan_boxing(src, dst)
     assert (route.moves == ()) == (src is dst)
     here = src
     for move in route.moves:
@@ -63,14 +63,14 @@ def test_a_plan_leads_from_one_end_to_the_other(data: st.DataObject, shape: tupl
 def test_no_detour_is_cheaper(data: st.DataObject, shape: tuple[int, int]) -> None:
     a, b, c = (data.draw(specs(shape, [LINE, GRID])) for _ in range(3))
     if len({s.placement for s in (a, b, c)}) == 1 and set(b.layout) <= {broadcast, *a.layout, *c.layout}:
-        assert plan(a, c).seconds <= plan(a, b).seconds + plan(b, c).seconds + 1e-12
+        assert plan_boxing(a, c).seconds <= plan_boxing(a, b).seconds + plan_boxing(b, c).seconds + 1e-12
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), SHAPES)
 def test_the_way_back_of_a_gradient_exists(data: st.DataObject, shape: tuple[int, int]) -> None:
     src, dst = data.draw(specs(shape)), data.draw(specs(shape))
-    back = plan(dst.dual(), src.dual())
+    back = plan_boxing(dst.dual(), src.dual())
     assert back.dst.dual() is src
 
 
@@ -89,7 +89,7 @@ def test_the_way_back_of_a_gradient_exists(data: st.DataObject, shape: tuple[int
     ],
 )
 def test_one_axis_takes_one_move(a: object, b: object, kind: str) -> None:
-    route = plan(make((13, 8), LINE, a), make((13, 8), LINE, b))
+    route = plan_boxing(make((13, 8), LINE, a), make((13, 8), LINE, b))
     assert [m.kind for m in route.moves] == [kind]
     where = "@axis0"
     assert str(route).startswith(f"{route.src.layout[0].short}->{route.dst.layout[0].short}{where}  {kind}  ")
@@ -97,7 +97,7 @@ def test_one_axis_takes_one_move(a: object, b: object, kind: str) -> None:
 
 
 def kinds(src: Spec, dst: Spec) -> list[str]:
-    return [m.kind for m in plan(src, dst).moves]
+    return [m.kind for m in plan_boxing(src, dst).moves]
 
 
 def test_axes_that_lie_alike_move_as_one() -> None:
@@ -108,7 +108,7 @@ def test_axes_that_lie_alike_move_as_one() -> None:
 
 
 def test_a_split_under_another_of_its_dim_is_not_moved_alone() -> None:
-    layouts = [after for _, axes, after in neighbours((split(0), split(0)), (2, 2), [[broadcast, split(1)]] * 2) if axes == (0,)]
+    layouts = [after for _, axes, after in legal_moves((split(0), split(0)), (2, 2), [[broadcast, split(1)]] * 2) if axes == (0,)]
     assert layouts == []
     assert kinds(make((8, 4), GRID, split(0), split(0)), make((8, 4), GRID, broadcast, split(0))) == ["exchange"]
 
@@ -116,7 +116,7 @@ def test_a_split_under_another_of_its_dim_is_not_moved_alone() -> None:
 def test_an_exchange_spares_the_gather() -> None:
     a, b = make((64, 64), GRID, split(0), split(1)), make((64, 64), GRID, split(1), split(0))
     assert kinds(a, b) == ["exchange"]
-    assert plan(a, b).bytes <= a.nbytes // 4
+    assert plan_boxing(a, b).bytes <= a.nbytes // 4
 
 
 def test_between_placements() -> None:
@@ -127,25 +127,25 @@ def test_between_placements() -> None:
     assert kinds(make(shape, Placement("cpu", [0]), broadcast), make(shape, there, broadcast)) == ["exchange", "all_gather"]
     assert kinds(make(shape, here, partial_sum), make(shape, there, partial_sum))[0] == "reduce_scatter"
     # the same boxes on the same ranks, written otherwise
-    assert plan(make(shape, LINE, split(0)), make(shape, GRID, split(0), split(0))).bytes == 0
+    assert plan_boxing(make(shape, LINE, split(0)), make(shape, GRID, split(0), split(0))).bytes == 0
 
 
 def test_empty_tensors_and_axes_of_one_rank_move_nothing() -> None:
     one = Placement("cpu", [[0], [1]])
     for a, b in itertools.product(ENTRIES[:4], repeat=2):
-        assert plan(make((0, 5), LINE, a), make((0, 5), LINE, b)).bytes == 0
-        assert plan(make((4, 5), one, broadcast, a), make((4, 5), one, broadcast, b)).is_noop
+        assert plan_boxing(make((0, 5), LINE, a), make((0, 5), LINE, b)).bytes == 0
+        assert plan_boxing(make((4, 5), one, broadcast, a), make((4, 5), one, broadcast, b)).is_noop
 
 
 def test_large_placements() -> None:
     big = Placement("cuda", [[[i * 64 + j * 8 + k for k in range(8)] for j in range(8)] for i in range(16)])
-    route = plan(make((4096, 4096, 4), big, partial_sum, split(0), split(0)), make((4096, 4096, 4), big, split(0), broadcast, split(1)))
+    route = plan_boxing(make((4096, 4096, 4), big, partial_sum, split(0), split(0)), make((4096, 4096, 4), big, split(0), broadcast, split(1)))
     assert 0 < route.bytes <= 2 * 4096 * 4096 * 4 * 4
 
 
 def test_shape_and_dtype_stay() -> None:
     with pytest.raises(BoxingError, match="keeps shape and dtype"):
-        plan(make((4, 4), LINE, broadcast), make((4, 5), LINE, broadcast))
+        plan_boxing(make((4, 4), LINE, broadcast), make((4, 5), LINE, broadcast))
     with pytest.raises(TypeError, match="specs or global tensors"):
         explain_boxing(1, 2)
 
@@ -170,12 +170,12 @@ def test_a_move_that_others_must_come_to_waits_for_them() -> None:
 
     def seconds(before: Sbp, after: Sbp, cluster: Cluster) -> float:
         with use_cluster(cluster):
-            return plan(make((8, 8), line, before), make((8, 8), line, after)).seconds
+            return plan_boxing(make((8, 8), line, before), make((8, 8), line, after)).seconds
 
     whole, summed = broadcast, partial_sum
     for before, after in ((split(0), whole), (summed, whole), (summed, split(0)), (split(0), split(1)), (whole, split(0)), (whole, summed)):
         assert seconds(before, after, apart) - seconds(before, after, together) == pytest.approx(float(before is not whole))
-    found = [Prices(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)]) for cluster in (together, apart)]
+    found = [ReshardCosts(cluster, line).gradients((8, 8), torch.float32, [(whole,)], [(whole,)]) for cluster in (together, apart)]
     assert found[0].item() == found[1].item() > 0
 
 

@@ -172,7 +172,7 @@ def under_way() -> None:
 
 
 def groups() -> None:
-    from globaltensor.boxing import box, plan
+    from globaltensor.boxing import box, plan_boxing
     from globaltensor.distributed.backends import process_group_comm
     from globaltensor.distributed.world import world
     from globaltensor.sbp import broadcast, partial_sum, split
@@ -187,7 +187,7 @@ def groups() -> None:
         assert tuple(out.shape) == dst.local_shape(world().rank)
         back = box(out, dst, dst.replicated())
         if dst.placement.coordinate(world().rank) is not None:
-            assert torch.equal(back, full), f"{src} {src.placement} -> {dst} {dst.placement}\n{plan(src, dst)}"
+            assert torch.equal(back, full), f"{src} {src.placement} -> {dst} {dst.placement}\n{plan_boxing(src, dst)}"
 
     draw = random.Random(1)
     placements = [Placement("cpu", r) for r in ([0, 1, 2, 3], [3, 0, 1], [2], [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0], [2]], [2, 1, 3, 0])]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from globaltensor.boxing import box, boxing_log, no_boxing, plan
+from globaltensor.boxing import box, boxing_log, no_boxing, plan_boxing
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
@@ -71,7 +71,9 @@ def agree(n: int, full: torch.Tensor, pairs: Sequence[tuple[Spec, Spec]]) -> Non
     results = simulate(n, move, full, pairs)
     for i, (src, dst) in enumerate(pairs):
         got = assemble([r[i] for r in results], dst)
-        assert torch.allclose(got.to(torch.float64), full.to(torch.float64), rtol=1e-12), f"{src} {src.placement} -> {dst} {dst.placement}\n{plan(src, dst)}"
+        assert torch.allclose(got.to(torch.float64), full.to(torch.float64), rtol=1e-12), (
+            f"{src} {src.placement} -> {dst} {dst.placement}\n{plan_boxing(src, dst)}"
+        )
         for rank in range(n):
             if dst.placement.coordinate(rank) is None and src.placement.coordinate(rank) is not None:
                 assert results[rank][i].shape == (0,)
@@ -253,11 +255,11 @@ def test_traffic_is_what_the_plan_says() -> None:
 
     def run() -> None:
         for src, dst in pairs_of(full, GRID, GRID, [B, P, S(0), S(1)]):
-            local, wanted = share(full, src, world().rank), [m.kind for m in plan(src, dst).moves if m.bytes]
+            local, wanted = share(full, src, world().rank), [m.kind for m in plan_boxing(src, dst).moves if m.bytes]
             with comms() as log:
                 box(local, src, dst)
-            assert [t.kind for t in log] == wanted, plan(src, dst)
-            assert sum(t.bytes for t in log) <= plan(src, dst).bytes
+            assert [t.kind for t in log] == wanted, plan_boxing(src, dst)
+            assert sum(t.bytes for t in log) <= plan_boxing(src, dst).bytes
 
     simulate(4, run)
 

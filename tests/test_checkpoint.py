@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import globaltensor as flow
 from globaltensor.errors import SbpError
-from globaltensor.sharding.spec import Stored
+from globaltensor.sharding.spec import StorageSpec
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()
@@ -45,7 +45,7 @@ def test_weights_only() -> None:
     spec = with_unit._spec
     assert spec.layout[0].unit == 4
     split, shown = spec.replace(shape=(4,), layout=[S(0)]), spec.replace(shape=(4,), layout=[B])
-    kept = flow.GlobalTensor.wrap(spread(values(4), S(0)).to_local(), Stored.of(split, shown, [0]))
+    kept = flow.GlobalTensor.wrap(spread(values(4), S(0)).to_local(), StorageSpec.of(split, shown, [0]))
     model = nn.Linear(4, 3).to_global(line, S(0))
     buffer = io.BytesIO()
     torch.save({"units": with_unit, "kept": kept, "partial": spread(values(3), P), "model": model.state_dict(), "w": model.weight}, buffer)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from globaltensor._ops.rules import Arg, Op, rule_of
-from globaltensor._ops.shape_inference import on_meta, remembering
+from globaltensor._ops.rules import Arg, OpDescription, rule_of
+from globaltensor._ops.shape_inference import infer_outputs, memoized
 from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
 from globaltensor.sharding.spec import Spec
@@ -37,7 +37,7 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(name: str,
     func, shapes = OPS[name]
     layouts = [[data.draw(st.sampled_from([broadcast, partial_sum, *map(split, range(len(shape)))])) for _ in MESH.shape] for shape in shapes]
     specs = [Spec.make(shape, torch.float32, MESH, layout) for shape, layout in zip(shapes, layouts, strict=True)]
-    op, rule = Op([Arg(i, s) for i, s in enumerate(specs)], function=func), rule_of(func, {})
+    op, rule = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=func), rule_of(func, {})
     assert rule is not None
     rule.describe(op, *op.args)
     outs = [Spec.make(func(*(torch.empty(shape, device="meta") for shape in shapes)).shape, torch.float32, MESH, [broadcast] * 2)]
@@ -51,7 +51,7 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(name: str,
 
 def test_pricing_ends_where_it_costs_too_much() -> None:
     specs = [Spec.make((8, 16), torch.float32, MESH, [partial_sum, broadcast]), Spec.make((16, 24), torch.float32, MESH, [split(1), broadcast])]
-    op, rule = Op([Arg(i, s) for i, s in enumerate(specs)], function=torch.matmul), rule_of(torch.matmul, {})
+    op, rule = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=torch.matmul), rule_of(torch.matmul, {})
     assert rule is not None
     rule.describe(op, *op.args)
     outs = [Spec.make((8, 24), torch.float32, MESH, [broadcast] * 2)]
@@ -95,11 +95,11 @@ def test_calls_are_tried_once_for_the_same_shapes_and_arguments() -> None:
     x = torch.empty(4, 4, dtype=torch.int32)
 
     def asked(spec: Spec, *more: Any, **kwargs: Any) -> tuple[Any, Any]:
-        found = on_meta(add, [spec], (x, *more), kwargs)[0]
+        found = infer_outputs(add, [spec], (x, *more), kwargs)[0]
         assert found is not None
         return tuple(found[0].shape), found[0].dtype
 
-    with remembering({}):
+    with memoized({}):
         assert asked(spec, 1) == asked(lies, 1) == ((4, 4), torch.int32)
         assert add.calls == 1
         assert asked(spec, 1.0) == ((4, 4), torch.float32)  # equal to 1, and another argument
@@ -108,7 +108,7 @@ def test_calls_are_tried_once_for_the_same_shapes_and_arguments() -> None:
         assert add.calls == 4
         for _ in range(2):
             with pytest.raises(RuntimeError):
-                on_meta(add, [spec, spec.replace(shape=(3, 3))], (x, torch.empty(3, 3)), {})
+                infer_outputs(add, [spec, spec.replace(shape=(3, 3))], (x, torch.empty(3, 3)), {})
     before = add.calls
     assert asked(spec, 1) == asked(spec, 1) == ((4, 4), torch.int32)
     assert add.calls == before + 2

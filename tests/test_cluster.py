@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from globaltensor.boxing import plan
-from globaltensor.boxing.move_cost import prices_of
+from globaltensor.boxing import plan_boxing
+from globaltensor.boxing.move_cost import move_costs
 from globaltensor.cluster import PRESETS, Cluster, Curve, use_cluster
 from globaltensor.cluster.alpha_beta import group_of
 from globaltensor.errors import ClusterError
@@ -144,7 +144,7 @@ def test_a_detour_never_pays(c: Cluster, ranks: list[object], data: st.DataObjec
     layouts.insert(1, [data.draw(st.sampled_from([broadcast, layouts[0][axis], layouts[1][axis], *splits])) for axis in range(len(place.shape))])
     a, b, end = (Spec.make(shape, torch.float32, place, layout) for layout in layouts)
     with use_cluster(c):
-        assert plan(a, end).seconds <= (plan(a, b).seconds + plan(b, end).seconds) * SLACK
+        assert plan_boxing(a, end).seconds <= (plan_boxing(a, b).seconds + plan_boxing(b, end).seconds) * SLACK
 
 
 @settings(deadline=None, max_examples=200)
@@ -173,7 +173,7 @@ def test_small_tensors_lie_in_caches() -> None:
 def test_no_exchange_costs_less_than_is_known_before(c: Cluster, shape: tuple[int, int], data: st.DataObject) -> None:
     places = [Placement("cpu", ranks) for ranks in ([0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 8], [16, 24]], [4, 5])]
     (here, before), (there, after) = (
-        (prices_of(shape, torch.float32, place, c), tuple(data.draw(st.sampled_from([broadcast, split(0), split(1)])) for _ in place.shape))
+        (move_costs(shape, torch.float32, place, c), tuple(data.draw(st.sampled_from([broadcast, split(0), split(1)])) for _ in place.shape))
         for place in (data.draw(st.sampled_from(places)) for _ in range(2))
     )
     assert here.exchange_at_least(before, there, after) <= here.exchange(before, there, after)[1] * SLACK
@@ -363,7 +363,7 @@ def test_times_of_ops() -> None:
 def test_an_exchange_over_nodes_costs_their_links() -> None:
     def seconds(there: list[int]) -> float:
         a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", ranks), [split(0)]) for ranks in ([0, 1], there))
-        route = plan(a, b)
+        route = plan_boxing(a, b)
         assert [m.kind for m in route.moves] == ["exchange"]
         return route.seconds
 
@@ -381,17 +381,17 @@ def test_what_was_not_measured_follows_from_the_gathers() -> None:
 
 def test_of_a_slow_all_reduce_the_halves_are_run() -> None:
     a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1, 2, 3]), [entry]) for entry in (partial_sum, broadcast))
-    assert [m.kind for m in plan(a, b).moves] == ["all_reduce"]
+    assert [m.kind for m in plan_boxing(a, b).moves] == ["all_reduce"]
     half, whole = ((1 << 10, 1e-5), (1 << 22, 1e-3)), ((1 << 10, 3e-5), (1 << 22, 3e-3))
     slow = Cluster(measured=(Curve("all_gather", 4, 1, half), Curve("reduce_scatter", 4, 1, half), Curve("all_reduce", 4, 1, whole)))
     with use_cluster(slow):
-        assert [m.kind for m in plan(a, b).moves] == ["reduce_scatter", "all_gather"]
+        assert [m.kind for m in plan_boxing(a, b).moves] == ["reduce_scatter", "all_gather"]
 
 
 def test_pieces_of_later_dims_cost_copies_where_these_were_measured() -> None:
     def seconds(before: object, after: object) -> float:
         a, b = (Spec.make((1 << 10, 1 << 10), torch.float32, Placement("cpu", [0, 1]), [entry]) for entry in (before, after))  # type: ignore[list-item]
-        return plan(a, b).seconds
+        return plan_boxing(a, b).seconds
 
     gather = Curve("all_gather", 2, 1, ((1 << 10, 1e-5), (1 << 22, 1e-3)))
     copies = Curve("copy", 1, 1, ((1 << 10, 1e-6), (1 << 23, 1e-4)))

@@ -15,7 +15,7 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 from globaltensor._ops.rules import RULES
 from globaltensor.boxing import log
 from globaltensor.distributed.simulate import simulate
@@ -60,7 +60,7 @@ def laid_out(value: Tensor, sbp: Any, where: Any = None) -> Any:
 
 
 def same(got: Any, want: Tensor) -> None:
-    torch.testing.assert_close(full(got) if got.is_global else got.detach(), want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gather_global_value(got) if got.is_global else got.detach(), want, rtol=1e-12, atol=1e-13)
 
 
 def once(name: str, make: Callable[[str], Any]) -> Any:

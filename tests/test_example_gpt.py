@@ -106,7 +106,7 @@ def test_every_mode_equals_single(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
     """Two stages and three micro-batches, which nobody would search for here: the file alone says so."""
-    from globaltensor.auto.inter_op.search import Space, everything
+    from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
     from globaltensor.auto.intra_op.formulate import Options
     from globaltensor.auto.ir.trace import calls_of_model
     from globaltensor.cluster import Cluster
@@ -117,8 +117,8 @@ def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
     def calls(rows: int) -> Any:
         return calls_of_model(model, (torch.empty(rows, 16, dtype=torch.long, device="meta"),))
 
-    space = Space(stages=[2], micro_batches=[3], meshes=[(1,)], schedules=("zb-h1",))
-    plan = everything(calls, 6, Cluster.preset("cpu").with_size(2), 2, Options(), space)
+    space = SearchSpace(stages=[2], micro_batches=[3], meshes=[(1,)], schedules=("zb-h1",))
+    plan = search_pipelines(calls, 6, Cluster.preset("cpu").with_size(2), 2, Options(), space)
     assert len(plan.choices["stages"]) == 2
     plan.save(tmp_path / "plan.json")
     compare(tmp_path, 2, ["auto --plan plan.json", "auto --graph --plan plan.json"], [{"5": "6"}.get(word, word) for word in SMALL])

@@ -33,8 +33,8 @@ from globaltensor.auto.solver.problem_io import save as save_problem
 from globaltensor.distributed.launch import reserved_port
 from globaltensor.errors import PartError, ShapeError, WorldError
 from globaltensor.graph import pipeline
-from globaltensor.graph.sharding_plan import Plan, PlannedOp
-from globaltensor.sharding.spec import Stored
+from globaltensor.graph.sharding_plan import PlannedOp, ShardingPlan
+from globaltensor.sharding.spec import StorageSpec
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
@@ -159,7 +159,7 @@ def grids(folder: str) -> None:
     values = {**{name: spread(rows(5), layout, grid) for name, layout in layouts.items()}, "half": spread(rows(), S(0), half)}
     split, shown = values["s b"]._spec.replace(layout=[S(0), S(1)]), values["s b"]._spec
     share = spread(rows(5), [S(0), S(1)], grid)
-    values["share"] = flow.GlobalTensor.wrap(share.to_local(), Stored.of(split, shown, [1]))
+    values["share"] = flow.GlobalTensor.wrap(share.to_local(), StorageSpec.of(split, shown, [1]))
     for name, value in values.items():
         torch.save(value, path / f"{name}.{rank}")
     meet()
@@ -432,7 +432,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 def writers(path: Path) -> dict[str, Callable[[], None]]:
     problem = Problem("p")
     problem.node(list(range(99)))
-    plan = Plan((PlannedOp("op" * 99, "f", "", None, "cpu", (), ()),))
+    plan = ShardingPlan((PlannedOp("op" * 99, "f", "", None, "cpu", (), ()),))
     cluster, turns = flow.Cluster.preset("dgx-h100"), pipeline.schedule("1f1b", [0, 1], 8)
     done = [pipeline.Span(0, turns.rows[0][0], 0.0, 1.0)]
     return {

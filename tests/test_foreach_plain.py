@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -82,7 +82,7 @@ def laid_out(value: Tensor, placement: Any, sbp: Any) -> Any:
 
 
 def whole(x: Any) -> Tensor:
-    return full(x) if x.is_global else x.detach()
+    return gather_global_value(x) if x.is_global else x.detach()
 
 
 def compare(got: Any, want: Any, what: str) -> None:

@@ -17,7 +17,7 @@ import globaltensor as flow
 from globaltensor.graph.passes import compile
 from globaltensor.graph.passes.compile import Compiled
 from globaltensor.graph.passes.recompute import Recomputed
-from globaltensor.graph.program.nodes import Step
+from globaltensor.graph.program.nodes import ProgramCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_gpt import GPT, PARALLEL, loss_of, spread
@@ -124,7 +124,7 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
             block.to(flow.nn.graph.GraphModule).activation_checkpointing = True
     x = rows().to_global(everyone, B, check_meta=False).to_global(sbp=PARALLEL[kind].batch)
     losses = quietly(graph, x)
-    inside = sum(isinstance(n.target, Step) for m in parts(graph) for n in m.body.graph.nodes)
+    inside = sum(isinstance(n.target, ProgramCall) for m in parts(graph) for n in m.body.graph.nodes)
     return losses, len(parts(graph)), inside, len(parts(graph, Recomputed))
 
 

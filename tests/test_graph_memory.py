@@ -65,7 +65,7 @@ def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
 def _after_a_large_one() -> tuple[int, int]:
     place, before = flow.placement.all("cpu"), _peak(3, 1)
     large = nn.Parameter(torch.ones(16 * LAYER // WIDTH, WIDTH).to_global(place, B).to_global(sbp=S(0)))  # type: ignore[attr-defined]
-    parameter_gather.gathered(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
+    parameter_gather.gather_param(large, large._spec, large._spec.replace(layout=(B,)), "a test").sum().backward()  # type: ignore[attr-defined, no-untyped-call]
     return before, _peak(3, 1)
 
 

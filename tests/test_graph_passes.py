@@ -22,8 +22,8 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.passes import pass_manager
-from globaltensor.graph.program.coalesced import Begin, End, Joint, move_of
-from globaltensor.graph.program.nodes import Boxing, Gather
+from globaltensor.graph.program.coalesced import CoalescedCollective, StartCollective, WaitCollective, move_of
+from globaltensor.graph.program.nodes import BoxingCall, GatherCall
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import partial_sum as P
 from globaltensor.sbp import split as S
@@ -101,7 +101,7 @@ def column(*shape: int, sbp: Any = None, seed: int = 9) -> Any:
 
 
 def boxings(graph: fx.Graph) -> list[str]:
-    return [n.target.__name__ for n in graph.nodes if isinstance(n.target, (Boxing, Joint, Begin))]
+    return [n.target.__name__ for n in graph.nodes if isinstance(n.target, (BoxingCall, CoalescedCollective, StartCollective))]
 
 
 # ---------------------------------------------------------------------------------------------------------------- shared
@@ -138,7 +138,7 @@ class Tied(nn.Module):
 def test_a_split_parameter_that_two_calls_want_is_gathered_once(ranks: int) -> None:
     def body() -> None:
         _, graph = both(Tied, lambda m, x: m(x).square().sum(), column(12, 8, sbp=S(0)))
-        assert [n.target.__name__ for n in graph.graph.nodes if isinstance(n.target, Gather)] == ["gathered"]
+        assert [n.target.__name__ for n in graph.graph.nodes if isinstance(n.target, GatherCall)] == ["gathered"]
         assert (graph.moved["all_gather"], graph.moved["reduce_scatter"]) == (1, 1)
 
     simulate(ranks, body)
@@ -310,7 +310,7 @@ def apart(sbp: Any) -> Loss:
 def test_boxings_that_wait_for_none_of_each_other_go_as_one(sbp: Any, kind: str, back: str, ranks: int) -> None:
     def body() -> None:
         _, graph = both(Weights, apart(sbp), column(4, 6))
-        joints = [n.target for n in graph.graph.nodes if isinstance(n.target, Joint)]
+        joints = [n.target for n in graph.graph.nodes if isinstance(n.target, CoalescedCollective)]
         assert [(j.kind, len(j.routes)) for j in joints][:1] == [(kind, 3)], graph.order
         assert graph.moved[kind] <= 2 + (kind == "all_reduce")
         assert graph.moved[back] <= 3
@@ -334,7 +334,7 @@ def test_gathers_of_uneven_and_empty_parts_go_as_one(shape: tuple[int, int], ran
     def body() -> None:
         _, graph = both(make, loss, column(*shape, sbp=S(0), seed=4), column(4, 5, sbp=S(1), seed=5))
         if shape[1]:
-            assert [n.target.kind for n in graph.graph.nodes if isinstance(n.target, Joint)] == ["all_gather"]
+            assert [n.target.kind for n in graph.graph.nodes if isinstance(n.target, CoalescedCollective)] == ["all_gather"]
 
     simulate(ranks, body)
 
@@ -352,7 +352,7 @@ def test_what_one_boxing_gives_another_does_not_join_it() -> None:
     def body() -> None:
         _, graph = both(make, loss, column(4, 6))
         assert boxings(graph.graph).count("all_reduce") == 2
-        assert not any(isinstance(n.target, Joint) for n in graph.graph.nodes)
+        assert not any(isinstance(n.target, CoalescedCollective) for n in graph.graph.nodes)
 
     simulate(2, body)
 
@@ -369,7 +369,7 @@ def test_what_is_large_is_not_copied_to_be_joined() -> None:
 
     def body() -> None:
         _, graph = both(make, loss, column(3, 2), within=1e-9)
-        assert not any(isinstance(n.target, Joint) for n in graph.graph.nodes)
+        assert not any(isinstance(n.target, CoalescedCollective) for n in graph.graph.nodes)
 
     simulate(2, body)
 
@@ -377,7 +377,7 @@ def test_what_is_large_is_not_copied_to_be_joined() -> None:
 @pytest.mark.parametrize("sbp", [(P, B), (S(0), B), (S(1), B), (P, S(0)), (P, S(1))])
 @pytest.mark.parametrize("grid", [[0, 1, 2], [[0, 1], [2, 3]]])
 def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) -> None:
-    """Values and gradients of `Joint`, and of its start and wait apart, against one boxing at a time."""
+    """Values and gradients of `CoalescedCollective`, and of its start and wait apart, against one boxing at a time."""
 
     def body() -> None:
         where = Placement("cpu", grid)
@@ -385,16 +385,16 @@ def test_a_joint_gives_what_its_boxings_give(sbp: tuple[Any, Any], grid: Any) ->
         shapes = [(5, 3), (2, 6), (1, 1)]
         ends = [tuple(Spec.make(s, F64, where, [*rest, e]) for e in sbp) for s in shapes]
         locals_ = [values(*a.local_shape(world().rank), seed=10 * i + world().rank * (a.layout[-1] is not B)).requires_grad_() for i, (a, _) in enumerate(ends)]
-        joint = Joint([(a, b, "test") for a, b in ends])
+        joint = CoalescedCollective([(a, b, "test") for a, b in ends])
         assert all(move_of(a, b) is not None for a, b in ends)
         found = []
         for way in ("apart", "joint", "begun"):
             if way == "apart":
-                outs = [Boxing(a, b, None, "test", True)(t) for t, (a, b) in zip(locals_, ends, strict=True)]
+                outs = [BoxingCall(a, b, None, "test", True)(t) for t, (a, b) in zip(locals_, ends, strict=True)]
             elif way == "joint":
                 outs = list(joint(*locals_))
             else:
-                outs = list(End(joint)(Begin(joint)(*locals_)))
+                outs = list(WaitCollective(joint)(StartCollective(joint)(*locals_)))
             seeds = [values(*o.shape, seed=70 + i) for i, o in enumerate(outs)]
             found.append([*outs, *torch.autograd.grad(outs, locals_, seeds)])
         for other in found[1:]:
@@ -418,8 +418,8 @@ def test_a_collective_begins_when_its_operand_is_there_and_is_awaited_when_it_is
     def body() -> None:
         _, graph = both(Weights, branches, column(4, 6), column(4, 5, sbp=B))
         nodes = list(graph.graph.nodes)
-        begin = next(n for n in nodes if isinstance(n.target, Begin))
-        end = next(n for n in nodes if isinstance(n.target, End))
+        begin = next(n for n in nodes if isinstance(n.target, StartCollective))
+        end = next(n for n in nodes if isinstance(n.target, WaitCollective))
         between = nodes[nodes.index(begin) + 1 : nodes.index(end)]
         assert begin.prev is begin.args[0]
         assert {"tanh", "matmul"} <= {n.target if isinstance(n.target, str) else n.target.__name__ for n in between}
@@ -575,7 +575,7 @@ def test_nothing_begins_before_what_is_written_to_its_operand() -> None:
     def body() -> None:
         _, graph = both(Weights, loss, column(4, 6), column(4, 5, sbp=B))
         nodes = list(graph.graph.nodes)
-        begin = next(n for n in nodes if isinstance(n.target, Begin))
+        begin = next(n for n in nodes if isinstance(n.target, StartCollective))
         assert nodes.index(begin) > max(i for i, n in enumerate(nodes) if n.target in ("mul_", operator.imul))
 
     simulate(2, body)
@@ -613,13 +613,13 @@ def test_on_real_processes_what_is_begun_and_joined_gives_the_same() -> None:
     assert "all_reduce_of_3" in first[0]
 
 
-@pytest.mark.parametrize(("kind", "sbp"), [(Joint, B), (Joint, S(0)), (Joint, S(1)), (Begin, B)])
+@pytest.mark.parametrize(("kind", "sbp"), [(CoalescedCollective, B), (CoalescedCollective, S(0)), (CoalescedCollective, S(1)), (StartCollective, B)])
 def test_what_is_begun_or_joined_is_differentiated_twice(kind: type, sbp: Any) -> None:
     """A penalty on gradients: the gradients' collectives are differentiated in turn."""
 
     def loss(m: Any, x: Any, y: Any) -> Any:
-        once = apart(sbp)(m, x) if kind is Joint else branches(m, x, y)
-        slopes = torch.autograd.grad(once, (m.u, m.w) if kind is Begin else (m.u, m.v), create_graph=True)
+        once = apart(sbp)(m, x) if kind is CoalescedCollective else branches(m, x, y)
+        slopes = torch.autograd.grad(once, (m.u, m.w) if kind is StartCollective else (m.u, m.v), create_graph=True)
         return once + sum(s.square().sum() for s in slopes)
 
     def body() -> None:
@@ -637,7 +637,7 @@ def test_ranks_whose_programs_would_part_move_no_boxing(monkeypatch: pytest.Monk
 
     def odd(graph: fx.Graph) -> None:
         if world().rank == 1:
-            pass_manager.share_boxings(graph)
+            pass_manager.eliminate_common_boxings(graph)
 
     monkeypatch.setattr(pass_manager, "PASSES", (*pass_manager.PLAIN, odd))
 
@@ -694,15 +694,15 @@ def test_a_pass_that_breaks_a_program_is_named() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["box"] = (a, other)
-    boxed = graph.call_function(Boxing(a, b, None, "", True), (x,))
+    boxed = graph.call_function(BoxingCall(a, b, None, "", True), (x,))
     graph.output(boxed)
     with pytest.raises(GraphError, match="after the pass mine"):
         pass_manager.verify(graph, "mine")
     begun = fx.Graph()
     y = begun.placeholder("y")
     parts = Placement("cpu", [0, 1])
-    joint = Joint([(Spec.make((4,), F64, parts, P), Spec.make((4,), F64, parts, B), "")])
-    begun.output((begun.call_function(Begin(joint), (y,)),))
+    joint = CoalescedCollective([(Spec.make((4,), F64, parts, P), Spec.make((4,), F64, parts, B), "")])
+    begun.output((begun.call_function(StartCollective(joint), (y,)),))
     with pytest.raises(GraphError, match="not awaited once"):
         pass_manager.verify(begun, "mine")
 

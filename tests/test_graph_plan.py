@@ -17,7 +17,7 @@ import globaltensor as flow
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
-from globaltensor.graph.sharding_plan import Plan
+from globaltensor.graph.sharding_plan import ShardingPlan
 from globaltensor.sbp import broadcast as B
 from globaltensor.sbp import split as S
 
@@ -87,8 +87,8 @@ def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
         plan = graph.plan()
         file = tmp_path / f"{flow.distributed.get_rank()}.json"
         plan.save(file)
-        assert Plan.load(file) == plan
-        assert plan.diff(Plan.load(file)) == ""
+        assert ShardingPlan.load(file) == plan
+        assert plan.diff(ShardingPlan.load(file)) == ""
         assert {op["name"] for op in json.loads(file.read_text())["ops"]} == {op.name for op in plan}
 
     simulate(2, body)
@@ -100,7 +100,7 @@ def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(GraphError, match=said):
-        Plan.load(tmp_path / "p.json")
+        ShardingPlan.load(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("sbp", [B, S(0), S(1)])

@@ -17,7 +17,7 @@ from support.oracle import check, close, spelled
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.boxing.halo_exchange import Reach, fetch, most_fetched
+from globaltensor.boxing.halo_exchange import HaloPlan, fetch_halo, most_fetched
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
@@ -38,9 +38,9 @@ def fetched(held: list[tuple[int, int]], wanted: list[list[tuple[int, int]]]) ->
     whole = x(2, max(b for _, b in held), 3)
     rank = world().rank
     local = whole[:, slice(*held[rank])].clone().requires_grad_()
-    reach = Reach(range(len(held)), rank, held, wanted)
+    reach = HaloPlan(range(len(held)), rank, held, wanted)
     with comms() as log:
-        out = fetch(local, 1, reach)
+        out = fetch_halo(local, 1, reach)
     want = torch.cat([whole[:, a:b] for a, b in wanted[rank]] or [whole[:, :0]], 1)
     close(out.detach(), want, "fetched")
     (grad,) = torch.autograd.grad(out, local, torch.ones_like(out) * (rank + 1))
@@ -70,7 +70,7 @@ def test_who_gives_what_element_by_element(data: st.DataObject, lengths: list[in
     holder = {i: q for q, (a, b) in enumerate(held) for i in range(a, b)}
     fetched = [[(holder[i], i - held[holder[i]][0]) for a, b in intervals for i in range(a, b)] for intervals in wanted]
     for rank in range(len(held)):
-        reach = Reach(range(len(held)), rank, held, wanted)
+        reach = HaloPlan(range(len(held)), rank, held, wanted)
         assert [(q, a + k) for q, a, n in reach.chunks for k in range(n)] == fetched[rank]
         assert {i: [a + k for a, n in mine for k in range(n)] for i, mine in reach.given.items()} == {
             i: those for i, some in enumerate(fetched) if (those := [at for q, at in some if q == rank])

@@ -298,17 +298,17 @@ def test_ways_that_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface.interface_of("192.0.2.77") == ""
     monkeypatch.delenv(interface.VARIABLE, raising=False)
     for nodes in (1, 2):
-        interface.lead_gloo("127.0.0.1", nodes)
+        interface.choose_gloo_interface("127.0.0.1", nodes)
     assert interface.VARIABLE not in os.environ, "on one host the loopback interface will do, which torch takes by itself"
     monkeypatch.setenv(interface.VARIABLE, "mine")
-    interface.lead_gloo("10.0.0.1", 2)
+    interface.choose_gloo_interface("10.0.0.1", 2)
     assert os.environ[interface.VARIABLE] == "mine"
 
 
 def test_advice_is_for_errors_of_the_interface_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interface.advice(RuntimeError("the port is taken"), "127.0.0.1") == ""
+    assert interface.gloo_hint(RuntimeError("the port is taken"), "127.0.0.1") == ""
     monkeypatch.setenv(interface.VARIABLE, "nosuch0")
-    said = interface.advice(RuntimeError("Unable to find address for: nosuch0"), "127.0.0.1")
+    said = interface.gloo_hint(RuntimeError("Unable to find address for: nosuch0"), "127.0.0.1")
     assert said.startswith("GLOO_SOCKET_IFNAME is 'nosuch0', which this host does not have: set it on every node")
     monkeypatch.delenv(interface.VARIABLE)
-    assert "which the name of this host" in interface.advice(RuntimeError("Gloo connectFullMesh failed"), "127.0.0.1")
+    assert "which the name of this host" in interface.gloo_hint(RuntimeError("Gloo connectFullMesh failed"), "127.0.0.1")

@@ -19,7 +19,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 BODIES = Bodies()
@@ -48,14 +48,16 @@ def told(call: Callable[..., Any], operands: list[Any], sample: Any) -> tuple[li
     ins, named = swapped([sample.input, *sample.args], these), swapped(sample.kwargs, these)
     torch.manual_seed(0)
     results = tensors_in(call(*ins, **named))
-    before = [(full(t) if t.is_global else t).clone() for t in operands]
+    before = [(gather_global_value(t) if t.is_global else t).clone() for t in operands]
     is_operand = [next((i for i, t in enumerate(operands) if t is r), None) for r in results]
     for r in results:
         try:
             r.fill_(True if r.dtype is torch.bool else 77)
         except RuntimeError:  # several elements share one place: torch lets nobody write
             return is_operand, []
-    return is_operand, [not torch.equal((full(t) if t.is_global else t).nan_to_num(), b.nan_to_num()) for t, b in zip(operands, before, strict=True)]
+    return is_operand, [
+        not torch.equal((gather_global_value(t) if t.is_global else t).nan_to_num(), b.nan_to_num()) for t, b in zip(operands, before, strict=True)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -156,7 +158,7 @@ def test_the_tensor_itself() -> None:
             y.retain_grad()
             y.mul_(3)
             y.square().sum().backward()
-            torch.testing.assert_close(full(leaf.grad), values(4, 3) * 72)
+            torch.testing.assert_close(gather_global_value(leaf.grad), values(4, 3) * 72)
 
 
 @on()
@@ -166,7 +168,7 @@ def test_copies() -> None:
             x = values(4, 3) if sbp is None else laid_out(sbp)
             y = function(x)
             y.zero_()
-            assert torch.equal(full(x) if x.is_global else x, values(4, 3)), (name, sbp)
+            assert torch.equal(gather_global_value(x) if x.is_global else x, values(4, 3)), (name, sbp)
 
 
 @on()
@@ -201,4 +203,4 @@ class Kept(flow.nn.Graph):
 @on()
 def test_in_a_graph() -> None:
     for sbp in (B, S(0), P):
-        torch.testing.assert_close(full(Kept()(laid_out(sbp))), values(4, 3) * 3)
+        torch.testing.assert_close(gather_global_value(Kept()(laid_out(sbp))), values(4, 3) * 3)

@@ -41,7 +41,7 @@ def together(jobs: dict[str, int], timeout: timedelta = LONG) -> list[tuple[str,
     kept = []  # rank 0's store is the server: it stays until all have read
 
     def rank(place: Detected) -> tuple[str, str]:
-        store = room.meet(place, timeout)
+        store = room.rendezvous(place, timeout)
         kept.append(store)
         if place.rank == 0:
             store.set("job", place.job)
@@ -73,12 +73,12 @@ def test_a_job_of_the_same_name_is_told() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(WorldError, match=r"rank 1 of 2 has not come within 0.2 s .* set MASTER_PORT"):
-        room.meet(place(0), timedelta(seconds=0.2))
+        room.rendezvous(place(0), timedelta(seconds=0.2))
 
 
 def test_rank_0_that_does_not_come_is_told() -> None:
     with pytest.raises(WorldError, match=r"rank 1 of 2: rank 0 has not said within 0.2 s where to meet"):
-        room.meet(place(1), timedelta(seconds=0.2))
+        room.rendezvous(place(1), timedelta(seconds=0.2))
 
 
 def test_each_meeting_is_one_of_its_own() -> None:

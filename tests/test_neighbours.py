@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from globaltensor.distributed.backends import shared_memory
-from globaltensor.distributed.backends.shared_memory import Gone, Neighbours, host
+from globaltensor.distributed.backends.shared_memory import PeerLost, SharedMemoryPeers, host
 
 pytestmark = pytest.mark.skipif(not host(), reason="this system has no memory files, or cannot pass them on")
 
@@ -19,8 +19,8 @@ def soon() -> float:
     return 20.0
 
 
-def met(*ranks: int) -> list[Neighbours]:
-    ends = [Neighbours(rank) for rank in ranks]
+def met(*ranks: int) -> list[SharedMemoryPeers]:
+    ends = [SharedMemoryPeers(rank) for rank in ranks]
     names = {end.rank: end.name for end in ends}
     with ThreadPoolExecutor(len(ends)) as pool:
         list(pool.map(lambda end: end.connect({r: n for r, n in names.items() if r != end.rank}, soon), ends))
@@ -28,7 +28,7 @@ def met(*ranks: int) -> list[Neighbours]:
 
 
 @pytest.fixture
-def two() -> Iterator[list[Neighbours]]:
+def two() -> Iterator[list[SharedMemoryPeers]]:
     ends = met(3, 7)
     yield ends
     for end in ends:
@@ -39,7 +39,7 @@ def some(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_parts_are_found_by_topic_and_number(two: list[Neighbours]) -> None:
+def test_parts_are_found_by_topic_and_number(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     sizes = [1, 63, 64, 65, 4096, 5000, 1 << 20, (64 << 20) + 1]
     for number, n in enumerate(sizes):
@@ -65,7 +65,7 @@ def test_one_part_for_several_and_several_for_one_each() -> None:
         end.close()
 
 
-def test_memory_serves_again_once_all_have_read_it(two: list[Neighbours]) -> None:
+def test_memory_serves_again_once_all_have_read_it(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     for number in range(50):
         a.leave(1, number, [(some(10_000, number), (7,))])
@@ -80,7 +80,7 @@ def test_memory_serves_again_once_all_have_read_it(two: list[Neighbours]) -> Non
     assert torch.equal(kept.data, some(10_000, 100))
 
 
-def test_what_nobody_wants_does_not_keep_its_memory(two: list[Neighbours]) -> None:
+def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     for number in range(0, 40, 2):
         a.leave(1, number, [(some(10_000), (7,))])
@@ -96,8 +96,8 @@ def test_what_nobody_wants_does_not_keep_its_memory(two: list[Neighbours]) -> No
     assert not b._unwanted
 
 
-def test_many_notes_that_nobody_reads_yet(two: list[Neighbours]) -> None:
-    def run(me: Neighbours, other: int) -> int:
+def test_many_notes_that_nobody_reads_yet(two: list[SharedMemoryPeers]) -> None:
+    def run(me: SharedMemoryPeers, other: int) -> int:
         for number in range(3000):  # more than a socket holds: each hears while it tells
             me.leave(1, number, [(some(8, number), (other,))])
         return sum(int(me.find(other, 1, number, 8, soon).data.sum()) for number in range(3000))
@@ -107,7 +107,7 @@ def test_many_notes_that_nobody_reads_yet(two: list[Neighbours]) -> None:
         assert [f.result(60) for f in [pool.submit(run, two[0], 7), pool.submit(run, two[1], 3)]] == [want, want]
 
 
-def test_a_sender_that_can_wait_does_not_fill_the_memory(two: list[Neighbours], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_that_can_wait_does_not_fill_the_memory(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_UNREAD", 1 << 20)
     a, b = two
 
@@ -126,7 +126,7 @@ def test_a_sender_that_can_wait_does_not_fill_the_memory(two: list[Neighbours], 
     assert a._arena.bytes <= 2 << 20
 
 
-def test_one_that_waits_hears_at_once(two: list[Neighbours]) -> None:
+def test_one_that_waits_hears_at_once(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     timer = threading.Timer(0.2, a.leave, (1, 1, [(some(5), (7,))]))
     timer.start()
@@ -134,25 +134,25 @@ def test_one_that_waits_hears_at_once(two: list[Neighbours]) -> None:
     timer.join()
 
 
-def test_errors(two: list[Neighbours]) -> None:
+def test_errors(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     a.leave(1, 1, [(some(5), (7,))])
-    with pytest.raises(Gone, match="rank 3 has sent 5 bytes where 6 were expected: the ranks do different things"):
+    with pytest.raises(PeerLost, match="rank 3 has sent 5 bytes where 6 were expected: the ranks do different things"):
         b.find(3, 1, 1, 6, soon)
-    with pytest.raises(Gone, match=r"nothing has come from rank 3 for 0 s: timed out"):
+    with pytest.raises(PeerLost, match=r"nothing has come from rank 3 for 0 s: timed out"):
         b.find(3, 1, 2, 6, lambda: 0.1)
     a.leave(1, 3, [(some(70_000_000), (7,))])
     a.close()
     assert torch.equal(b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000))  # it was there before
     assert b.there(3, 1, 4)  # waiting for it ends at once
-    with pytest.raises(Gone, match="rank 3 has gone"):
+    with pytest.raises(PeerLost, match="rank 3 has gone"):
         b.find(3, 1, 4, 5, soon)
-    with pytest.raises(Gone, match="rank 3 has gone"):
+    with pytest.raises(PeerLost, match="rank 3 has gone"):
         b.leave(1, 5, [(some(1), (3,))])
 
 
 def test_strangers_are_sent_away() -> None:
-    a, b = Neighbours(0), Neighbours(1)
+    a, b = SharedMemoryPeers(0), SharedMemoryPeers(1)
     for said in (b"", b"abc"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
             stranger.connect(f"\0globaltensor-{a.name}")
@@ -162,17 +162,17 @@ def test_strangers_are_sent_away() -> None:
             done.result(30)
     a.leave(1, 1, [(some(5), (1,))])
     assert torch.equal(b.find(0, 1, 1, 5, soon).data, some(5))
-    with pytest.raises(Gone, match="rank 2, of the same host, did not connect within 0 s"):
+    with pytest.raises(PeerLost, match="rank 2, of the same host, did not connect within 0 s"):
         a.connect({2: "nobody"}, lambda: 0.1)
     b.close()
-    c = Neighbours(2)
-    with pytest.raises(Gone, match="rank 1, of the same host, cannot be reached"):
+    c = SharedMemoryPeers(2)
+    with pytest.raises(PeerLost, match="rank 1, of the same host, cannot be reached"):
         c.connect({1: b.name}, soon)
     for end in (a, c):
         end.close()
 
 
-def test_nothing_is_left_behind(two: list[Neighbours]) -> None:
+def test_nothing_is_left_behind(two: list[SharedMemoryPeers]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     a, b = met(0, 1)
     a.leave(1, 1, [(some(100_000), (1,))])
@@ -184,7 +184,7 @@ def test_nothing_is_left_behind(two: list[Neighbours]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_of_a_fork_does_not_hold_its_parents_ends(two: list[Neighbours]) -> None:
+def test_a_child_of_a_fork_does_not_hold_its_parents_ends(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     out, into = os.pipe()
     child = os.fork()
@@ -195,7 +195,7 @@ def test_a_child_of_a_fork_does_not_hold_its_parents_ends(two: list[Neighbours])
     os.close(out)
     try:
         a.close()
-        with pytest.raises(Gone, match="rank 3 has gone"):
+        with pytest.raises(PeerLost, match="rank 3 has gone"):
             b.find(3, 1, 1, 5, soon)
     finally:
         os.close(into)

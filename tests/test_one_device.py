@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 from globaltensor.errors import GlobalTensorError, InplaceError, KernelError, SbpError
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -41,7 +41,7 @@ def laid_out(value: Tensor, sbp: Any) -> Any:
 
 def same(got: Any, want: Tensor) -> None:
     assert got.shape == want.shape
-    torch.testing.assert_close(full(got) if got.is_global else got.detach(), want.detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gather_global_value(got) if got.is_global else got.detach(), want.detach(), rtol=1e-12, atol=1e-13)
 
 
 # ---------------------------------------------------------------------------------------------------------------- detach_
@@ -89,7 +89,7 @@ def test_what_is_computed_is_detached_in_place() -> None:
     for way in ways:
         x = laid_out(values(4, 3), S(0)).requires_grad_()
         y = way(x)
-        value = full(y.detach())
+        value = gather_global_value(y.detach())
         assert y.detach_() is y
         assert not y.requires_grad
         assert y.grad_fn is None
@@ -312,7 +312,7 @@ def test_buffers_of_custom_functions() -> None:
             ours = laid_out(values(5, 3), sbp).requires_grad_()
             got: Any = Chunked.apply(ours, w)
             got.backward()
-            torch.testing.assert_close(full(got) if got.is_global else got, want)
+            torch.testing.assert_close(gather_global_value(got) if got.is_global else got, want)
             same(ours.grad, x.grad)  # type: ignore[arg-type]
 
 
@@ -387,8 +387,8 @@ def test_gradients_that_would_be_sparse_are_dense() -> None:
                         o.zero_grad()
                         look(t, i).square().sum().backward()
                         o.step()
-                torch.testing.assert_close(full(table.weight.grad), alone.weight.grad)
-                torch.testing.assert_close(full(table.weight.detach()), alone.weight.detach())
+                torch.testing.assert_close(gather_global_value(table.weight.grad), alone.weight.grad)
+                torch.testing.assert_close(gather_global_value(table.weight.detach()), alone.weight.detach())
     plain = nn.Embedding.from_pretrained(values(5, 3).float(), freeze=False, sparse=True)
     plain(laid_out(ids, S(0))).sum().backward()
     assert plain.weight.grad is not None
@@ -460,7 +460,9 @@ def test_transforms_name_the_way_that_works() -> None:
         for i, program in enumerate(programs):
             with pytest.raises(KernelError, match=r"globaltensor\.local_map"):
                 pytest.fail(f"program {i} with {sbp} gave {program()}")
-        same(func.functional_call(layer, weights, (g,)), nn.functional.linear(rows, full(weights["weight"]), full(weights["bias"])))
+        same(
+            func.functional_call(layer, weights, (g,)), nn.functional.linear(rows, gather_global_value(weights["weight"]), gather_global_value(weights["bias"]))
+        )
         parts = flow.local_map(func.vmap(func.grad(lambda x: x.square().sum())), out_sbp=S(0), in_sbp=S(0))
         same(parts(g), rows * 2)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from globaltensor._base.torch_private import memory_users
 from globaltensor.graph.pipeline import split_backward
-from globaltensor.graph.pipeline.split_backward import Later
+from globaltensor.graph.pipeline.split_backward import DeferredWeightGrads
 from globaltensor.graph.pipeline.stage import Stage
 
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], dict[str, Any]]
@@ -67,7 +67,7 @@ def same(got: list[Any], want: list[Any]) -> None:
 def test_weights_wait(name: str) -> None:
     plain, ours, shapes, more = CASES[name]
     want, grads = whole(plain, shapes, more)
-    given, later = operands(shapes), Later()
+    given, later = operands(shapes), DeferredWeightGrads()
     with later.recording():
         out = ours(*given, **more)
     with later.holding():
@@ -86,7 +86,7 @@ def test_weights_wait(name: str) -> None:
 def test_without_holding_all_comes_at_once(name: str) -> None:
     plain, ours, shapes, more = CASES[name]
     _, grads = whole(plain, shapes, more)
-    given, later = operands(shapes), Later()
+    given, later = operands(shapes), DeferredWeightGrads()
     with later.recording():
         out = ours(*given, **more)
     out.backward(values(*out.shape, seed=9))
@@ -101,7 +101,7 @@ def test_second_derivatives(name: str) -> None:
     _, ours, shapes, more = CASES[name]
 
     def run(*given: Tensor) -> Tensor:
-        with Later().recording():
+        with DeferredWeightGrads().recording():
             return ours(*given, **more)
 
     # Copies of leaves are none: those of this test are leaves, as weights are.
@@ -117,7 +117,7 @@ def test_outside_a_stage_they_are_torchs_own() -> None:
 def test_what_cannot_wait_comes_at_once() -> None:
     """Weights that are no leaves, and operands in the place of weights that want no gradient."""
     x, w, b = operands([(5, 3), (4, 3), (4,)])
-    later = Later()
+    later = DeferredWeightGrads()
     with later.recording():
         out = split_backward.linear(x, w * 2, b) + split_backward.linear(x, w.detach(), b * 3)
     with later.holding():
@@ -137,7 +137,7 @@ def test_what_cannot_wait_comes_at_once() -> None:
 
 def test_an_input_that_was_written_to_is_told() -> None:
     x, w = operands([(5, 3), (4, 3)])
-    later = Later()
+    later = DeferredWeightGrads()
     with later.recording():
         h = x * 2
         out = split_backward.lighter_linear(h, w)
@@ -152,7 +152,7 @@ def test_an_input_that_was_written_to_is_told() -> None:
 def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: torch.dtype) -> None:
     shapes = [(2, 3, 5), (2, 5, 4)] if dtype is torch.float64 else [(3, 5), (5, 4)]
     given, theirs = ([t.detach().to(dtype).requires_grad_() for t in operands(shapes)] for _ in range(2))
-    later = Later()
+    later = DeferredWeightGrads()
     with later.recording():
         out = (split_backward.lighter_matmul if lighter else split_backward.matmul)(*given)
     with later.holding():
@@ -166,7 +166,7 @@ def test_weights_that_are_no_real_matrices_come_at_once(lighter: bool, dtype: to
 def test_results_that_nobody_differentiates() -> None:
     """Of two products one reaches the loss; and where nobody asks for gradients, none is put off."""
     x, w, v = operands([(5, 3), (4, 3), (4, 3)])
-    later = Later()
+    later = DeferredWeightGrads()
     with later.recording():
         out = split_backward.lighter_linear(x, w)
         split_backward.lighter_linear(x, v)
@@ -195,7 +195,7 @@ def test_a_whole_backward_of_a_stage_that_could_split_it(linear: Callable[..., T
 def test_results_that_are_written_to(name: str) -> None:
     """As activations in place do. A product of more than two dims is a view, and what writes to it puts another op in its place."""
     plain, ours, shapes, more = CASES[name]
-    given, theirs, later = operands(shapes), operands(shapes), Later()
+    given, theirs, later = operands(shapes), operands(shapes), DeferredWeightGrads()
     with later.recording():
         out = ours(given[0] * 2, *given[1:], **more)
         out.mul_(3).tanh_()
@@ -209,7 +209,7 @@ def test_results_that_are_written_to(name: str) -> None:
 
 def test_frozen_weights() -> None:
     x, w, b = operands([(5, 3), (4, 3), (4,)])
-    later = Later()
+    later = DeferredWeightGrads()
     with later.recording():
         out = split_backward.linear(x, w.requires_grad_(False), b)
         half = split_backward.linear(x, w.clone().requires_grad_(), b.detach())
@@ -256,7 +256,7 @@ def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
     if hooked:
         w.register_hook(hook)
     w.register_post_accumulate_grad_hook(lambda t: steps.append("added") if t.grad is not None else None)
-    laters, want = [Later(), Later()], torch.zeros(4, 3, dtype=torch.float64)
+    laters, want = [DeferredWeightGrads(), DeferredWeightGrads()], torch.zeros(4, 3, dtype=torch.float64)
     for i, later in enumerate(laters):
         x = values(5, 3, seed=2 + i)
         want += (10 if hooked else 1) * x.sum(0)
@@ -272,9 +272,9 @@ def test_gradients_add_up_and_hooks_run(hooked: bool) -> None:
 
 
 def test_autocast() -> None:
-    def run(linear: Callable[..., Tensor], later: Later | None) -> list[Any]:
+    def run(linear: Callable[..., Tensor], later: DeferredWeightGrads | None) -> list[Any]:
         x, w, b = (t.detach().float().requires_grad_() for t in operands([(5, 3), (4, 3), (4,)]))
-        with torch.autocast("cpu", torch.bfloat16), (later or Later()).recording():
+        with torch.autocast("cpu", torch.bfloat16), (later or DeferredWeightGrads()).recording():
             out = linear(x, w, b)
         if later is None:
             out.sum().backward()
@@ -287,7 +287,7 @@ def test_autocast() -> None:
 
     want = run(F.linear, None)
     assert want[0].dtype is torch.bfloat16
-    for got, w in zip(run(split_backward.linear, Later()), want, strict=True):
+    for got, w in zip(run(split_backward.linear, DeferredWeightGrads()), want, strict=True):
         torch.testing.assert_close(got, w, rtol=2e-2, atol=2e-2)
         assert got.dtype is w.dtype
 

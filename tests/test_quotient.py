@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor._ops.rules.deferred_mean import Quotient
+from globaltensor._ops.rules.deferred_mean import DeferredMean
 from globaltensor._tensor.gradients.reducer import no_sync, reducer
 from globaltensor.distributed.communicator import comms
 from globaltensor.distributed.simulate import simulate
@@ -346,11 +346,11 @@ def waits() -> tuple[bool, bool, bool]:
     x, target, weight = (t.to_global(everyone, B) for t in data("all"))  # type: ignore[attr-defined]
     weight.requires_grad_()
     loss = F.cross_entropy(x.to_global(sbp=S(0)) @ weight, target.to_global(sbp=S(0)))
-    before = isinstance(loss, Quotient)
+    before = isinstance(loss, DeferredMean)
     loss.backward()
-    after = isinstance(loss, Quotient)
+    after = isinstance(loss, DeferredMean)
     loss.item()
-    return before, after, isinstance(loss, Quotient)
+    return before, after, isinstance(loss, DeferredMean)
 
 
 def test_backward_needs_no_quotient() -> None:

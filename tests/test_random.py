@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor._ops import random as draws
-from globaltensor._ops.random import Fill, filled, run, skip
-from globaltensor.distributed.communicator import Comm
+from globaltensor._ops.random import RandomFill, advance_key, fill_local, run
+from globaltensor.distributed.communicator import Communicator
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import World, set_world
 from globaltensor.errors import InplaceError
@@ -33,24 +33,24 @@ LAYOUTS: list[tuple[Placement, tuple[Sbp, ...]]] = [
     (GRID, (partial_sum, S1)),
 ]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-FILLS: list[tuple[Fill, tuple[torch.dtype, ...]]] = [
-    (Fill("uniform_", (-1.0, 3.0)), (*FLOATS, torch.complex64)),
-    (Fill("normal_", (1.0, 2.0)), (*FLOATS, torch.complex64)),
-    (Fill("random_", (0, 100)), (*FLOATS, torch.int64, torch.int32, torch.uint8)),
-    (Fill("random_", (0, 1 << 40)), (torch.int64, torch.float64)),
-    (Fill("random_"), (torch.int64, torch.bool)),
-    (Fill("bernoulli_", (0.3,)), (*FLOATS, torch.int64, torch.bool)),
-    (Fill("exponential_", kwargs={"lambd": 2.0}), FLOATS),
-    (Fill("cauchy_"), FLOATS),
-    (Fill("geometric_", (0.3,)), (*FLOATS, torch.int64)),
-    (Fill("log_normal_"), FLOATS),
+FILLS: list[tuple[RandomFill, tuple[torch.dtype, ...]]] = [
+    (RandomFill("uniform_", (-1.0, 3.0)), (*FLOATS, torch.complex64)),
+    (RandomFill("normal_", (1.0, 2.0)), (*FLOATS, torch.complex64)),
+    (RandomFill("random_", (0, 100)), (*FLOATS, torch.int64, torch.int32, torch.uint8)),
+    (RandomFill("random_", (0, 1 << 40)), (torch.int64, torch.float64)),
+    (RandomFill("random_"), (torch.int64, torch.bool)),
+    (RandomFill("bernoulli_", (0.3,)), (*FLOATS, torch.int64, torch.bool)),
+    (RandomFill("exponential_", kwargs={"lambd": 2.0}), FLOATS),
+    (RandomFill("cauchy_"), FLOATS),
+    (RandomFill("geometric_", (0.3,)), (*FLOATS, torch.int64)),
+    (RandomFill("log_normal_"), FLOATS),
 ]
 
 
 class Alone(World):
     """A rank that talks to nobody: drawing needs no communication."""
 
-    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator:
         raise AssertionError("drawing communicates")
 
 
@@ -85,15 +85,15 @@ def assembled(spec: Spec, size: int, make: Callable[[], Tensor]) -> Tensor:
     return whole
 
 
-def on_one_device(fill: Fill, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def on_one_device(fill: RandomFill, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     torch.manual_seed(7)
     return fill(torch.empty(shape, dtype=dtype), None), torch.get_rng_state()
 
 
-def check(fill: Fill, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, layout: tuple[Sbp, ...]) -> None:
+def check(fill: RandomFill, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, layout: tuple[Sbp, ...]) -> None:
     spec = Spec.make(shape, dtype, placement, layout)
     want, state = on_one_device(fill, shape, dtype)
-    got = assembled(spec, placement.size + 1, lambda: filled(spec, fill))  # one rank more than the placement has
+    got = assembled(spec, placement.size + 1, lambda: fill_local(spec, fill))  # one rank more than the placement has
     assert torch.equal(got, want), f"{fill} {spec}"
     assert torch.equal(torch.get_rng_state(), state), f"{fill} {spec}: the generator ends elsewhere"
 
@@ -108,8 +108,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("fill", "dtypes"), FILLS, ids=lambda v: v.name + str(v.args) if isinstance(v, Fill) else "")
-def test_every_size_and_dtype(fill: Fill, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize(("fill", "dtypes"), FILLS, ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "")
+def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         for n in (*range(20), *range(20, 200, 7), 1000):
             check(fill, (n,), dtype, LINE, (S0,))
@@ -119,19 +119,19 @@ def test_every_size_and_dtype(fill: Fill, dtypes: tuple[torch.dtype, ...]) -> No
 @pytest.mark.parametrize(("placement", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", [(37, 19), (5, 70), (70, 3), (3, 1), (2, 0), (7, 3, 2, 5), (1, 4, 33)], ids=str)
 def test_every_layout(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> None:
-    for fill in (Fill("normal_"), Fill("uniform_")):
+    for fill in (RandomFill("normal_"), RandomFill("uniform_")):
         check(fill, shape, torch.float32, placement, layout)
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_units_and_zero_dims() -> None:
-    check(Fill("normal_"), (24, 9), torch.float32, GRID, (S0.with_unit(4), S1.with_unit(3)))
-    check(Fill("normal_"), (), torch.float32, LINE, (broadcast,))
+    check(RandomFill("normal_"), (24, 9), torch.float32, GRID, (S0.with_unit(4), S1.with_unit(3)))
+    check(RandomFill("normal_"), (), torch.float32, LINE, (broadcast,))
 
 
 @pytest.mark.parametrize("n", [draws.BLOCK - 1, draws.BLOCK + 15, draws.BLOCK + 16, 3 * draws.BLOCK + 5])
 def test_large_tensors(n: int) -> None:
-    for fill in (Fill("normal_"), Fill("bernoulli_", (0.5,)), Fill("exponential_")):
+    for fill in (RandomFill("normal_"), RandomFill("bernoulli_", (0.5,)), RandomFill("exponential_")):
         check(fill, (n,), torch.float32, LINE, (S0,))
         check(fill, (2, n // 2), torch.float32, GRID, (S1, S0))
 
@@ -139,7 +139,7 @@ def test_large_tensors(n: int) -> None:
 def test_a_kernel_without_blocks_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "BLOCK", 32)
     monkeypatch.setattr(draws, "_in_blocks", lambda name, dtype: False)
-    check(Fill("bernoulli_", (0.3,)), (37, 19), torch.float32, GRID, (S0, S1))
+    check(RandomFill("bernoulli_", (0.3,)), (37, 19), torch.float32, GRID, (S0, S1))
 
 
 # ---------------------------------------------------------------------------------------------------------------- through the dispatcher
@@ -315,8 +315,8 @@ def test_streams() -> None:
     assert not torch.equal(drawn_at(1), first)
     assert torch.equal(drawn_at(1), elsewhere)
     torch.manual_seed(5)
-    skip()
-    skip()
+    advance_key()
+    advance_key()
     assert torch.equal(drawn_at(0), second)
     torch.manual_seed(6)
     assert not torch.equal(drawn_at(0), first)
@@ -344,7 +344,7 @@ def test_streams_survive_errors() -> None:
     with pytest.raises(ValueError, match="no"):
         run(fail, (), {}, (0,))
     torch.manual_seed(5)
-    skip()
+    advance_key()
     want = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), want)
@@ -375,7 +375,7 @@ def test_checkpointed_dropout_draws_the_same_mask_again() -> None:
     assert torch.equal(seen[0], seen[1])
     after = drawn_at(0)
     torch.manual_seed(5)
-    skip()
+    advance_key()
     assert torch.equal(drawn_at(0), after), "the recomputation moved the key"
 
 
@@ -436,13 +436,13 @@ def test_the_rest_of_torch_random_is_there() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a cuda device")
 def test_cuda_equals_one_device() -> None:
     line = Placement("cuda", [0, 1, 2])
-    for fill in (Fill("normal_"), Fill("uniform_"), Fill("bernoulli_", (0.3,))):
+    for fill in (RandomFill("normal_"), RandomFill("uniform_"), RandomFill("bernoulli_", (0.3,))):
         torch.manual_seed(7)
         want = fill(torch.empty(70, 33, device="cuda"), None).cpu()
         state = torch.cuda.get_rng_state()
         for layout in ((broadcast,), (S0,), (S1,), (partial_sum,)):
             spec = Spec.make((70, 33), torch.float32, line, layout)
-            assert torch.equal(assembled(spec, 3, partial(filled, spec, fill)), want)
+            assert torch.equal(assembled(spec, 3, partial(fill_local, spec, fill)), want)
             assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -83,7 +83,7 @@ def cases(at: int, wrong: int) -> Iterator[Case]:
 def said(call: Callable[[], Any]) -> str:
     try:
         result = call()
-        return f"no error: {(full(result) if result.is_global else result).shape}"
+        return f"no error: {(gather_global_value(result) if result.is_global else result).shape}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -137,10 +137,10 @@ def test_right_indices_pass() -> None:
         x = X.to_global(everywhere, B).to_global(sbp=S(0)).detach().requires_grad_()  # type: ignore[attr-defined]
         target = torch.tensor([0, -100, 3, 1, -100, 2])
         loss = F.cross_entropy(x, target, reduction="none")
-        torch.testing.assert_close(full(loss.detach()), F.cross_entropy(X, target, reduction="none"))
+        torch.testing.assert_close(gather_global_value(loss.detach()), F.cross_entropy(X, target, reduction="none"))
         loss = F.nll_loss(x, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7)
-        torch.testing.assert_close(full(loss.detach()), F.nll_loss(X, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7))
-        torch.testing.assert_close(full(x[torch.tensor([-1, -6, 5])].detach()), X[torch.tensor([-1, -6, 5])])
+        torch.testing.assert_close(gather_global_value(loss.detach()), F.nll_loss(X, torch.tensor([0, 7, 3, 1, 7, 2]), reduction="none", ignore_index=7))
+        torch.testing.assert_close(gather_global_value(x[torch.tensor([-1, -6, 5])].detach()), X[torch.tensor([-1, -6, 5])])
         with pytest.raises(IndexError, match="Target 7 is out of bounds"):
             F.nll_loss(x, torch.tensor([0, 7, 3, 1, 8, 2]), reduction="none", ignore_index=8)
 
@@ -151,4 +151,4 @@ def test_right_indices_pass() -> None:
 def right_indices() -> None:
     x = X.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
     index = torch.arange(24).view(6, 4) % 4
-    torch.testing.assert_close(full(x.gather(1, index)), X.gather(1, index))
+    torch.testing.assert_close(gather_global_value(x.gather(1, index)), X.gather(1, index))

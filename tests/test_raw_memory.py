@@ -28,7 +28,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.errors import StorageError
-from globaltensor.sharding.spec import Stored
+from globaltensor.sharding.spec import StorageSpec
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
@@ -147,7 +147,7 @@ def tensors() -> dict[str, Any]:
         "moved view": spread(rows(), S(0))[1],
     }
     kept = found["S(0)"]._spec  # as ZeRO keeps a parameter that is shown whole
-    found["share"] = flow.GlobalTensor.wrap(found["S(0)"].to_local(), Stored.of(kept, kept.replace(layout=[B]), [0]))
+    found["share"] = flow.GlobalTensor.wrap(found["S(0)"].to_local(), StorageSpec.of(kept, kept.replace(layout=[B]), [0]))
     if n == 4:
         grid, some = flow.placement("cpu", [[0, 1], [2, 3]]), flow.placement("cpu", [1, 2])
         found = {"grid": spread(rows(), [S(0), S(1)], grid), "half": spread(rows(), [B, S(1)], grid), "some ranks": spread(rows(), S(0), some)}

@@ -19,7 +19,7 @@ from support.pool import run_on
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor._ops.methods import full
+from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -53,7 +53,7 @@ def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, 
     ours = [t.clone().to_global(everywhere, B).to_global(sbp=sbp if t.dim() else B) for t in operands]  # type: ignore[attr-defined]
     for result in tensors_in(called(call, ours, sample)):
         if result.is_global:
-            full(result.detach())
+            gather_global_value(result.detach())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -127,7 +127,7 @@ def accepted() -> None:
         x = INTEGERS.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
         calls: list[Callable[[Any], Any]] = [lambda x: F.softmax(x, 0, dtype=torch.float64), lambda x: x.roll(1, 0), lambda x: F.pad(x, (1, 1))]
         for call in (*calls, lambda x: x.cumsum(0), lambda x: x.sort(1)[0]):
-            torch.testing.assert_close(full(call(x)), call(INTEGERS))
+            torch.testing.assert_close(gather_global_value(call(x)), call(INTEGERS))
 
 
 def drawn() -> None:

@@ -17,7 +17,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from globaltensor.errors import ScheduleError
-from globaltensor.graph.pipeline import best, fitted, in_flight, known, promise, save_trace, schedule, simulate, timeline, trace, validate_schedule
+from globaltensor.graph.pipeline import (
+    default_schedule,
+    in_flight,
+    max_activations,
+    parse_schedule,
+    resolve_schedule,
+    save_trace,
+    schedule,
+    simulate,
+    timeline,
+    trace,
+    validate_schedule,
+)
 from globaltensor.graph.pipeline.schedule import FAMILIES, Action, Schedule, Span
 from globaltensor.graph.pipeline.validate_schedule import stages_in_flight
 
@@ -108,7 +120,7 @@ def test_any_lanes_and_any_number_of_micro_batches(lanes: tuple[int, ...], micro
     s = schedule(name, lanes, micros, **options)
     assert whole(s)
     longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
-    validate_schedule(s, most=promise(name, lanes, micros, **options))
+    validate_schedule(s, most=max_activations(name, lanes, micros, **options))
 
 
 @given(st.sampled_from(("interleaved", "zb-h1", "zb-h2", "zb-v")), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
@@ -117,7 +129,7 @@ def test_every_family_keeps_its_promise(name: str, p: int, turns: int, micros: i
     s = schedule(name, lanes, micros)
     assert whole(s)
     longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
-    validate_schedule(s, most=promise(name, lanes, micros))
+    validate_schedule(s, most=max_activations(name, lanes, micros))
 
 
 @given(st.permutations(range(4)), st.integers(1, 9))
@@ -192,7 +204,7 @@ def test_memory_as_in_the_papers() -> None:
         "zb-v": (8,) * 4,  # of stages half as large
         "forward": (0,) * 4,
     }
-    assert held == {name: promise(name, layout(name, p), m) for name in held}
+    assert held == {name: max_activations(name, layout(name, p), m) for name in held}
     assert stages_in_flight(schedule("1f1b", (0, 0, 1), 9)) == (2, 2, 1)
 
 
@@ -204,7 +216,7 @@ def test_eager_1f1b_hides_transfers() -> None:
 
 
 def test_best() -> None:
-    assert [best(lanes) for lanes in ((0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 1), (0, 1, 0))] == [
+    assert [default_schedule(lanes) for lanes in ((0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 1), (0, 1, 0))] == [
         *("1f1b", "1f1b", "1f1b", "interleaved", "interleaved", "1f1b", "1f1b", "1f1b")
     ]
 
@@ -241,7 +253,7 @@ def test_spellings(spelling: str, name: str, lanes: tuple[int, ...]) -> None:
     ],
 )
 def test_what_cannot_be(name: str, lanes: Any, micros: Any, options: dict[str, Any], message: str) -> None:
-    for make in (schedule, promise):
+    for make in (schedule, max_activations):
         with pytest.raises(ScheduleError) as caught:
             make(name, lanes, micros, **options)
         assert message in str(caught.value)
@@ -256,15 +268,15 @@ def test_the_error_lists_every_family() -> None:
 def test_what_a_user_may_give(tmp_path: Path) -> None:
     s = schedule("gpipe", (0, 1), 3)
     s.save(tmp_path / "mine.json")
-    assert [known(wanted) for wanted in ("OneFOneB", None, s, tmp_path / "mine.json", str(tmp_path / "mine.json"))] == ["1f1b", None, s, s, s]
+    assert [parse_schedule(wanted) for wanted in ("OneFOneB", None, s, tmp_path / "mine.json", str(tmp_path / "mine.json"))] == ["1f1b", None, s, s, s]
     for wanted, message in (("1f1c", "did you mean 1f1b"), (3, "not 3"), (tmp_path / "none.json", "No such file"), ("none.json", "no schedule in none.json")):
         with pytest.raises(ScheduleError, match=message):
-            known(wanted)  # type: ignore[arg-type]
-    assert [fitted(wanted, (0, 1), 3).name for wanted in (None, "zb-h1", s)] == ["1f1b", "zb-h1", "gpipe"]
+            parse_schedule(wanted)  # type: ignore[arg-type]
+    assert [resolve_schedule(wanted, (0, 1), 3).name for wanted in (None, "zb-h1", s)] == ["1f1b", "zb-h1", "gpipe"]
     with pytest.raises(ScheduleError, match=r"gpipe is for stages on lanes \[0, 1\] and 3 micro-batches; here stages are on lanes \[0, 1\], and there are 4"):
-        fitted(s, (0, 1), 4)
+        resolve_schedule(s, (0, 1), 4)
     with pytest.raises(ScheduleError, match="would not end"):
-        fitted(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), (0, 1), 2)
+        resolve_schedule(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), (0, 1), 2)
 
 
 # The checker.

@@ -161,8 +161,8 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     for name, value in {"time": SimpleNamespace(monotonic=lambda: now[0]), "is_here": lambda a: a == "b", "reached": found, "_lead": lead}.items():
         monkeypatch.setattr(rendezvous, name, value)
-    monkeypatch.setattr(rendezvous.Meeting, "_heard", heard)
-    met = rendezvous.Meeting(Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu")
+    monkeypatch.setattr(rendezvous.SessionRendezvous, "_heard", heard)
+    met = rendezvous.SessionRendezvous(Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu")
     assert min(waits.values()) >= 50
     assert set(waits) == {"machine", "met", "go"}
     assert os.environ["NCCL_SOCKET_IFNAME"] == "other0"
@@ -171,7 +171,7 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(ends: tuple[Line,
 
 
 def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(ends: tuple[Line, Line]) -> None:
-    comes = object.__new__(rendezvous.Meeting)
+    comes = object.__new__(rendezvous.SessionRendezvous)
     comes.master = ends[0]
     with pytest.raises(flow.SessionError, match=r"what listens at a:1 is not the master of this session, or it hangs"):
         comes._heard("a:1", "machine", 0.1)
@@ -191,7 +191,7 @@ def test_a_wrong_interface_is_named_before_machines_meet(monkeypatch: pytest.Mon
 
 def test_who_connects_and_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_HELLO_SECONDS", 0.1)
-    found = worker_pool.Crew(Layout(1, 2), None, Workers())
+    found = worker_pool.WorkerPool(Layout(1, 2), None, Workers())
     with socket.create_connection(found.server.getsockname(), SECONDS) as stranger:
         found._welcome("token")
         stranger.settimeout(SECONDS)

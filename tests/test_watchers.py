@@ -15,7 +15,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor._ops.rules.deferred_mean import Quotient
+from globaltensor._ops.rules.deferred_mean import DeferredMean
 from globaltensor._tensor.gradients.reducer import reducer
 from globaltensor.distributed.communicator import comms
 
@@ -216,7 +216,7 @@ GONE = [
 def waited(task: Task) -> bool:
     """Whether a pass waits for the number of targets before it begins."""
     task.step()
-    return not isinstance(task.loss, Quotient)
+    return not isinstance(task.loss, DeferredMean)
 
 
 def apart(task: Task) -> bool:

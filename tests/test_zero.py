@@ -110,7 +110,7 @@ def placed(ranks: Sequence[Any]) -> tuple[Any, Net, list[Any]]:
 def train(model: Net, optimizers: Sequence[optim.Optimizer], place: Any, sbp: Any, seeds: Sequence[int], freed: bool) -> None:
     for seed in seeds:
         x, y = (t.to_global(place, [B] * place.axes).to_global(sbp=sbp) for t in batch(seed))  # type: ignore[attr-defined]
-        with parameter_gather.freed() if freed else contextlib.nullcontext():
+        with parameter_gather.reshard_after_forward() if freed else contextlib.nullcontext():
             loss = loss_of(model, x, y)
         loss.backward()
         for optimizer in optimizers:
@@ -469,7 +469,7 @@ def _bytes(stage: int) -> dict[str, int]:
         for _ in range(3):
             optimizer.zero_grad()
             before, live.peak = live.now(), 0
-            with parameter_gather.freed():
+            with parameter_gather.reshard_after_forward():
                 loss = model(x).sum()
             loss.backward()
             del loss
@@ -531,7 +531,7 @@ def _freed() -> None:
     flow.parallelize(model, place, "fsdp")
     x, y = (t.to_global(place, B).to_global(sbp=S(0)) for t in batch(0))  # type: ignore[attr-defined]
     for _ in range(2):
-        with parameter_gather.freed():
+        with parameter_gather.reshard_after_forward():
             loss = loss_of(model, x, y)
         with comms() as log:
             loss.backward()
@@ -541,7 +541,7 @@ def _freed() -> None:
         if q.grad is not None:
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)
     twice = [torch.autograd.grad(m.up(h).pow(3).sum(), list(m.up.parameters()), create_graph=True) for m, h in ((plain, values(4, 6)),)]
-    with parameter_gather.freed():
+    with parameter_gather.reshard_after_forward():
         h = values(4, 6).to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
         ours = torch.autograd.grad(model.up(h).pow(3).sum(), list(model.up.parameters()), create_graph=True)
         second = torch.autograd.grad(sum(g.pow(2).sum() for g in ours), model.up.weight)[0]
@@ -569,7 +569,7 @@ def _freed_elsewhere() -> None:
 
     for rows in (1, 4, 4):  # of one row a rank has none
         x = values(rows, 5)
-        with parameter_gather.freed():
+        with parameter_gather.reshard_after_forward():
             loss = passed(model, x.to_global(first, B))  # type: ignore[attr-defined]
         loss.backward()
         passed(plain, x).backward()
@@ -618,7 +618,7 @@ def _by_a_bit(dim: int, together: int) -> None:
             leaves = [nn.Parameter(of(x).to_global(place, B).to_global(sbp=S(dim))) for x in values]
             given = [(g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in grad]
             assert all(getattr(g, f"is_{bit}")() is marked for g in given)
-            wholes = [parameter_gather.gathered(p, p._spec, p._spec.replace(layout=(B,)), "a test") for p in leaves]
+            wholes = [parameter_gather.gather_param(p, p._spec, p._spec.replace(layout=(B,)), "a test") for p in leaves]
             torch.autograd.backward(wholes, given)
             for p, x, g in zip(leaves, wholes, given, strict=True):
                 assert torch.equal(x, p.to_global(sbp=B).to_local())
@@ -633,13 +633,13 @@ def _changes() -> None:
     place = flow.placement.all("cpu")
     layer = nn.Linear(4, 6).to_global(place, S(0))  # type: ignore[operator]
     x = torch.ones(8, 4).to_global(place, B).to_global(sbp=S(0)).requires_grad_()  # type: ignore[attr-defined]
-    with parameter_gather.freed():
+    with parameter_gather.reshard_after_forward():
         out = layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-    with parameter_gather.freed():
+    with parameter_gather.reshard_after_forward():
         h = x * 2
         out = (h * h).sum()
         h.add_(1)

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORGOTTEN", "apply_plainly", "body_of", "recalled"]
+__all__ = ["DROPPED_ARGS", "apply_plainly", "python_body", "recover_dropped_args"]
 
 #: Arguments that functions of torch leave out when they hand a call on to who overrides it (2.13; before `l1_loss` had no weight).
-FORGOTTEN: dict[Any, tuple[str, ...]] = {torch.nn.functional.l1_loss: ("weight",), torch.chain_matmul: ("out",)}
+DROPPED_ARGS: dict[Any, tuple[str, ...]] = {torch.nn.functional.l1_loss: ("weight",), torch.chain_matmul: ("out",)}
 _DEEPEST = 16  # frames between the function and who it was handed to
 #: torch's initializers by name. While a library makes a model it may put its own in their place (transformers: some that leave loaded weights alone), and
 #: torch's hand on a call under the name that they have at that moment.
 _INITIALIZERS = {name: f for name, f in vars(torch.nn.init).items() if isinstance(f, types.FunctionType) and name.endswith("_")}
 
 
-def recalled(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def recover_dropped_args(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs``; with the arguments of this call that ``func`` has forgotten, if any: it still runs, and has them."""
-    if func not in FORGOTTEN or not kwargs.keys().isdisjoint(FORGOTTEN[func]):
+    if func not in DROPPED_ARGS or not kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         return kwargs
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame.f_code is func.__code__:
-            given = {name: frame.f_locals.get(name) for name in FORGOTTEN[func]}
+            given = {name: frame.f_locals.get(name) for name in DROPPED_ARGS[func]}
             found = {name: value for name, value in given.items() if value is not None}
             return {**kwargs, **found} if found else kwargs
         if frame.f_back is None:
@@ -35,17 +35,17 @@ def recalled(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def body_of(func: Any) -> Callable[..., Any] | None:
+def python_body(func: Any) -> Callable[..., Any] | None:
     """A Python function of torch, made to run its own body on global tensors: its inner calls are dispatched one by one."""
     if not isinstance(func, types.FunctionType):
         return None
     if not (func.__module__ or "").startswith("torch"):
         stands_for = _INITIALIZERS.get(func.__name__)
-        return body_of(stands_for) if stands_for is not None else None
+        return python_body(stands_for) if stands_for is not None else None
     names = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
     if not names:
         inner = getattr(func, "__wrapped__", None)
-        return body_of(inner) if inner is not None else None
+        return python_body(inner) if inner is not None else None
     return _body(func, tuple(names))
 
 

@@ -22,7 +22,7 @@ from .._base.torch_private import function_mode_on
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
-from .._tensor.promote import operand_spec, promote
+from .._tensor.promote import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
@@ -101,7 +101,7 @@ class _Node(torch.autograd.Function):
         n = len(node.given)
         if len(found) < n or any(extra is not None for extra in found[n:]):
             raise RuntimeError(f"function {node.function.__name__} returned an incorrect number of gradients (expected {n}, got {len(found)})")
-        parts = [_handed_on(grad, home) for grad, home in zip(found, node.given, strict=False)]
+        parts = [_grad_to_home(grad, home) for grad, home in zip(found, node.given, strict=False)]
         return (None, None, None, None, *[part for part, home in zip(parts, node.given, strict=True) if home is not None])
 
 
@@ -110,7 +110,7 @@ def _home(x: Any) -> Spec | torch.Size | None:
     return x._spec.dual() if isinstance(x, GlobalTensor) else x.shape if isinstance(x, torch.Tensor) else None
 
 
-def _handed_on(grad: Any, home: Spec | torch.Size | None) -> Any:
+def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
     if grad is None or home is None:
         return None
     shape = home.shape if isinstance(home, Spec) else home
@@ -130,7 +130,7 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
     grad = torch.is_grad_enabled()
     needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)
-    args = [_entered(a, placement) if need and not isinstance(a, GlobalTensor) else a for a, need in zip(args, needs, strict=True)]
+    args = [_promoted(a, placement) if need and not isinstance(a, GlobalTensor) else a for a, need in zip(args, needs, strict=True)]
     context = Context(needs)
     with torch.no_grad():
         if function.setup_context is torch.autograd.Function.setup_context:
@@ -153,10 +153,10 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
     return tuple(outs) if isinstance(result, tuple) else outs[0]
 
 
-def _entered(x: torch.Tensor, placement: Any) -> GlobalTensor:
+def _promoted(x: torch.Tensor, placement: Any) -> GlobalTensor:
     """A plain tensor whose gradient is wanted is a broadcast one inside."""
     spec = operand_spec(x, placement, "argument of a custom Function")
-    return GlobalTensor.wrap(promote(x, spec, "argument of a custom Function"), spec)
+    return GlobalTensor.wrap(promote_plain_tensor(x, spec, "argument of a custom Function"), spec)
 
 
 def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,7 +171,7 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return apply_plainly(_ORIGINAL, function, args, kwargs)
 
 
-class OnParts:
+class LocalFunction:
     """``function.apply`` on arguments some of which are global, as a function of their local parts: what a program keeps. Forward, backward and what they save
     between them are of each run."""
 

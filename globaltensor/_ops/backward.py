@@ -16,16 +16,16 @@ from .._base.overridable import visible
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
-from .._tensor.promote import operand_spec, promote
+from .._tensor.promote import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import KernelError
 from .dispatch import HANDLERS
-from .rules.deferred_mean import Count, Quotient
+from .rules.deferred_mean import DeferredMean, PendingCount
 
-__all__ = ["backward", "grad", "run_owing"]
+__all__ = ["backward", "grad", "run_with_pending_scale"]
 
-def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
+def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
     """The cotangent that this rank starts from. A broadcast output is seeded as partial: the value on one rank, zero on the others."""
     spec = output._spec
     record("backward", output)
@@ -40,7 +40,7 @@ def seed(output: GlobalTensor, grad: Any) -> torch.Tensor:
     if isinstance(grad, GlobalTensor):
         return box(grad._local, grad._spec, spec.dual(), why="gradient given to backward")
     whole = operand_spec(grad, spec.placement, "gradient given to backward")
-    return box(promote(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
+    return box(promote_plain_tensor(grad, whole, "gradient given to backward"), whole, spec.dual(), why="gradient given to backward")
 
 
 def _settled(output: Any) -> Any:
@@ -57,7 +57,7 @@ def _sequence(value: Any) -> list[Any]:
 def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
     given = _sequence(grads) or [None] * len(outputs)
     outputs = [_settled(o) for o in outputs]
-    seeds = [seed(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
+    seeds = [initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g for o, g in zip(outputs, given, strict=True)]
     # A rank outside an output's placement may hold a placeholder without a graph (a second derivative): it has nothing to do for it.
     reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
     return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
@@ -114,7 +114,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool
     with parameter_gather.immediate(True), in_this_thread():
         found = torch.autograd.grad(locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options)
     with torch.set_grad_enabled(create_graph):
-        return tuple(_presented(x, g) for x, g in zip(wanted, found, strict=True))
+        return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
 
 
 def _batched(outputs: Any, inputs: Any, grads: list[Any], retain_graph: bool, create_graph: bool, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -127,24 +127,24 @@ def _batched(outputs: Any, inputs: Any, grads: list[Any], retain_graph: bool, cr
     return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
 
 
-def _presented(x: Any, g: torch.Tensor | None) -> Any:
+def _in_input_sbp(x: Any, g: torch.Tensor | None) -> Any:
     if g is None or not isinstance(x, GlobalTensor):
         return g
     spec = x._spec.replace(dtype=g.dtype)
-    return GlobalTensor.wrap(reducer.summed(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec)
+    return GlobalTensor.wrap(reducer.reduce_gradient(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec)
 
 
 def tensor_backward(self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
-    if isinstance(self, Quotient) and gradient is None and inputs is None and not (create_graph or torch_private.function_mode_on()):
+    if isinstance(self, DeferredMean) and gradient is None and inputs is None and not (create_graph or torch_private.function_mode_on()):
         total, count = self.owed()
         # Elsewhere are leaves that a rank sums which does not know the count.
         if reducer.reducer().may_owe(count.started) and len(total._spec.placement.flat) == world().size:
-            run_owing(total._local, seed(total, None), count, retain_graph)
+            run_with_pending_scale(total._local, initial_cotangent(total, None), count, retain_graph)
             return
     backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
 
 
-def run_owing(total: torch.Tensor, start: torch.Tensor, count: Count, retain_graph: bool | None) -> None:
+def run_with_pending_scale(total: torch.Tensor, start: torch.Tensor, count: PendingCount, retain_graph: bool | None) -> None:
     """The backward pass of ``total / count()`` from ``start``: where nobody looks at gradients on their way, the count is paid when they are summed."""
     here = reducer.reducer()
     if not here.may_owe(count.started):

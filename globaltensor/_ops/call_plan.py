@@ -12,14 +12,14 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import apply
-from .._base.python_bodies import recalled
+from .._base.python_bodies import recover_dropped_args
 from .._base.pytree import rebuilt_tuple, replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.gradients import parameter_gather
-from .._tensor.promote import promote
-from .._tensor.strides import Note, base_note, by_rows, differ, note, results
-from .._tensor.view_tracking import MovedView, aliased, share, shown_elsewhere, touched, written
-from ..boxing import box, log, plan
+from .._tensor.promote import promote_plain_tensor
+from .._tensor.strides import Note, base_note, by_rows, differ, note_strides, results
+from .._tensor.view_tracking import RemoteView, finish_inplace, has_aliases, has_partial_alias, link_alias, mark_written
+from ..boxing import box, log, plan_boxing
 from ..boxing.autograd import NOTHING
 from ..distributed.world import world
 from ..errors import GlobalTensorError, InplaceError
@@ -29,8 +29,27 @@ from ..sharding.spec import Spec
 from .rules import RULES, Range
 
 __all__ = [
-    "Answer", "Boxed", "Guarded", "InPlace", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
-    "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "shared", "wrapped_whole",
+    "CallPlan",
+    "ConstantPlan",
+    "DelegatePlan",
+    "InPlacePlan",
+    "LocalPlan",
+    "LocalPlanList",
+    "LocalPlanMany",
+    "MoveTargetPlan",
+    "RangeCheckedPlan",
+    "ReplicatedPlan",
+    "ReturnOperandPlan",
+    "StridedViewPlan",
+    "as_on_one_device",
+    "box_partial_target",
+    "describe_call",
+    "inplace_error",
+    "name_of",
+    "nonmember_outputs",
+    "shared",
+    "unpartial_norm_target",
+    "wrapped_whole",
 ]  # fmt: skip
 
 _GETITEM = torch.Tensor.__getitem__
@@ -67,15 +86,15 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
 # ---------------------------------------------------------------------------------------------------------------- trees of arguments
 
 
-def is_count(t: torch.Tensor) -> bool:
+def is_index_scalar(t: torch.Tensor) -> bool:
     """Whether a tensor may stand for a whole number: a size, an index, a dim."""
     return not t.dim() and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
 
 
-def with_counts(func: Any, args: Any, kwargs: Any) -> Any:
+def with_index_scalars(func: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` with whole numbers in place of the tensors that stand for them, the first operand aside: ``x.view(n, -1)``, ``x.narrow(0, 0, n)``."""
     found = tensors_in(kwargs, tensors_in(args, []))
-    these = iter([t.item() if i and is_count(t) else t for i, t in enumerate(found)])
+    these = iter([t.item() if i and is_index_scalar(t) else t for i, t in enumerate(found)])
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
@@ -122,7 +141,7 @@ def _not_recorded(digest: bytes) -> None:
     """Of a plan that is part of another one, which is recorded."""
 
 
-class Plan:
+class CallPlan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
     __slots__ = ("device", "digest", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
@@ -143,27 +162,27 @@ class Plan:
         raise AssertionError("a plan that is not direct has its own run")
 
 
-class Recalling(Plan):
+class RecoverArgsPlan(CallPlan):
     """For functions of torch that forget an argument on the way here: ``again`` with it, where it was given, else the plan for the call without."""
 
     __slots__ = ("again", "usual")
 
-    def __init__(self, usual: Plan, again: Callable[..., Any]) -> None:
+    def __init__(self, usual: CallPlan, again: Callable[..., Any]) -> None:
         super().__init__()
         self.usual, self.again = usual, again
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = recalled(func, kwargs)
+        given = recover_dropped_args(func, kwargs)
         return self.usual.run(func, args, kwargs) if given is kwargs else self.again(*args, **given)
 
 
-class Defaulted(Plan):
+class DefaultDtypePlan(CallPlan):
     """For results of the default dtype, from operands that have none such (whole numbers by whole numbers): planned ``anew`` where another dtype has become the
     default. The key does not know of it: every other call would pay for that."""
 
     __slots__ = ("anew", "default", "planned")
 
-    def __init__(self, planned: Plan, anew: Callable[..., Plan]) -> None:
+    def __init__(self, planned: CallPlan, anew: Callable[..., CallPlan]) -> None:
         super().__init__()
         self.planned, self.anew, self.default = planned, anew, torch.get_default_dtype()
 
@@ -173,7 +192,7 @@ class Defaulted(Plan):
         return self.planned.run(func, args, kwargs)
 
 
-def by_default(found: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_default_dtype(found: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a plan's result may have the default dtype: it has one for broken numbers, and no operand does."""
     outs = getattr(found, "outs", None) or [found.out]
     return any(o is not None and _broken(o.dtype) for o in outs) and not any(_broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, [])))
@@ -183,7 +202,7 @@ def _broken(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class Answer(Plan):
+class ConstantPlan(CallPlan):
     """The result is no tensor and follows from the specs alone."""
 
     __slots__ = ("value",)
@@ -196,7 +215,7 @@ class Answer(Plan):
         return self.value
 
 
-class Through(Plan):
+class DelegatePlan(CallPlan):
     """Call another function with the same arguments: a composite of global ops, or a handler."""
 
     __slots__ = ("other",)
@@ -209,12 +228,12 @@ class Through(Plan):
         return self.other(*args, **kwargs)
 
 
-class Same(Plan):
+class ReturnOperandPlan(CallPlan):
     """Return operands themselves where the function does: results are numbered as `tensors_in` does. ``inner``: what gives the other results, if any."""
 
     __slots__ = ("inner", "operands", "structure")
 
-    def __init__(self, operands: Sequence[int | None], structure: Any, inner: Plan | None) -> None:
+    def __init__(self, operands: Sequence[int | None], structure: Any, inner: CallPlan | None) -> None:
         super().__init__()
         self.operands, self.structure, self.inner = operands, structure, inner
 
@@ -224,12 +243,12 @@ class Same(Plan):
         return replaced(self.structure, iter([r if i is None else tensors[i] for r, i in zip(results, self.operands, strict=True)]))
 
 
-class Guarded(Plan):
+class RangeCheckedPlan(CallPlan):
     """Look at operands that are indices, and of which every rank has all, before each takes its part: so that all raise what is wrong, not its owner alone."""
 
     __slots__ = ("inner", "ranges")
 
-    def __init__(self, inner: Plan, ranges: Sequence[tuple[int, Range]]) -> None:
+    def __init__(self, inner: CallPlan, ranges: Sequence[tuple[int, Range]]) -> None:
         super().__init__()
         self.inner, self.ranges = inner, tuple(ranges)
 
@@ -255,7 +274,7 @@ def check_range(index: torch.Tensor, allowed: Range) -> None:
         raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))
 
 
-class Boxed(Plan):
+class LocalPlan(CallPlan):
     """Box the operands that need it, run on the local tensors, wrap the results."""
 
     __slots__ = ("coordinates", "dst", "gathers", "inplace", "name", "outs", "outside", "random", "routes", "single", "src", "structure", "traffic")
@@ -263,7 +282,7 @@ class Boxed(Plan):
     def __init__(self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]) -> None:
         super().__init__()
         self.name, self.src, self.dst, self.outs = name, tuple(src), tuple(dst), tuple(outs)
-        routes = [plan(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
+        routes = [plan_boxing(a, b) if a is not b else None for a, b in zip(src, dst, strict=True)]
         self.routes = [r if r is not None and r.moves else None for r in routes]
         self.gathers = [r is not None and bool(parameter_gather.gather_axes(r.src, r.dst)) for r in self.routes]
         self.traffic = any(r is not None and r.bytes for r in self.routes)
@@ -283,9 +302,9 @@ class Boxed(Plan):
         out = []
         for i, (t, src, dst) in enumerate(zip(tensors, self.src, self.dst, strict=True)):
             if self.gathers[i] and "_is_param" in t.__dict__ and isinstance(t, GlobalTensor):
-                out.append(parameter_gather.gathered(t, src, dst, f"{self.name}: operand {i}"))
+                out.append(parameter_gather.gather_param(t, src, dst, f"{self.name}: operand {i}"))
                 continue
-            local = t._local if isinstance(t, GlobalTensor) else promote(t, src, f"operand {i} of {self.name}")
+            local = t._local if isinstance(t, GlobalTensor) else promote_plain_tensor(t, src, f"operand {i} of {self.name}")
             # What a view is taken of may be written into.
             out.append(local if self.routes[i] is None else box(local, src, dst, why=f"{self.name}: operand {i}", alias=not self.view or i > 0))
         return out
@@ -296,11 +315,11 @@ class Boxed(Plan):
         if self.outside:
             if self.random:  # the stream of random keys moves on here too
                 RANDOM[0](lambda **k: None, (), {"generator": kwargs.get("generator")}, (), self.src[0].placement)
-            result = elsewhere(self.outs, locals_)
+            result = nonmember_outputs(self.outs, locals_)
             if self.inplace:
                 if result[0].requires_grad:  # without a graph (an optimizer's step) it stays the leaf that it is
                     tensors[0]._local = result[0]
-                return written(tensors[0])
+                return finish_inplace(tensors[0])
         else:
             these = iter(locals_)
             function = self.function or func
@@ -316,7 +335,7 @@ class Boxed(Plan):
                 raise
             if self.inplace:
                 tensors[0]._spec = self.outs[0]
-                return written(tensors[0])
+                return finish_inplace(tensors[0])
             if self.single:
                 return GlobalTensor.wrap(out, self.outs[0]) if not self.view else self._view(out, self.outs[0], (func, args, kwargs, 0))  # type: ignore[arg-type]
             result = tensors_in(out, [])
@@ -332,7 +351,7 @@ class Boxed(Plan):
             return GlobalTensor.wrap(local, spec)
         if self.routes[0] is None and not self.picks and type(base) in ORDINARY:
             out = GlobalTensor.wrap(local, spec)
-            share(base, out)
+            link_alias(base, out)
             return out
 
         index, places = args[1] if func is _GETITEM else None, repeat(_PLACE)
@@ -342,10 +361,10 @@ class Boxed(Plan):
             these = iter([source, *others])
             return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
 
-        return MovedView.of(local, spec, base, taken, index)
+        return RemoteView.of(local, spec, base, taken, index)
 
 
-class LaidView(Boxed):
+class StridedViewPlan(LocalPlan):
     """A view function where parts may not tell how the whole is laid in memory: what one device would have is noted, and decides (_tensor/strides.py)."""
 
     __slots__ = ("decides", "known", "quick", "refuses", "rows")
@@ -373,7 +392,7 @@ class LaidView(Boxed):
         if found is None or (self.decides and not laid.exact):
             return self._planned(func, args, kwargs)
         out = GlobalTensor.wrap((self.function or func)(base._local, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
-        share(base, out)
+        link_alias(base, out)
         out.__dict__["_strides"] = found[0]
         return out
 
@@ -394,10 +413,10 @@ class LaidView(Boxed):
             return self._of_copy(func, args, kwargs, base)
         if self.decides and not laid.exact:
             out = self._of_copy(func, args, kwargs, base)
-            return MovedView.of(out._local, out._spec, base, taken)
+            return RemoteView.of(out._local, out._spec, base, taken)
         out = super().run(func, args, kwargs)
         for t, found in zip(tensors_in(out, []), notes, strict=True):
-            note(t, found)  # type: ignore[arg-type]
+            note_strides(t, found)  # type: ignore[arg-type]
         return out
 
     def _notes(self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]) -> list[Note] | None:
@@ -412,18 +431,18 @@ class LaidView(Boxed):
         """Run on a copy of the part that is laid row by row."""
         these = iter([GlobalTensor.wrap(base._local.clone(memory_format=torch.contiguous_format), base._spec)])
         out: GlobalTensor = super().run(func, replaced(args, these), replaced(kwargs, these))
-        if isinstance(out, MovedView):
+        if isinstance(out, RemoteView):
             out.cut()
         out._memory = None  # nobody else has the copy
         return out
 
 
-class Listed(Plan):
+class LocalPlanList(CallPlan):
     """Operands fit and stand in a list, the first argument (cat, stack); one tensor comes out."""
 
     __slots__ = ()
 
-    def __init__(self, planned: Boxed) -> None:
+    def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
         self.function, self.out = planned.function, planned.outs[0]
 
@@ -435,12 +454,12 @@ class Listed(Plan):
         return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
 
 
-class InPlace(Plan):
+class InPlacePlan(CallPlan):
     """Operands fit and stand flat among the arguments; the first one is written into."""
 
     __slots__ = ()
 
-    def __init__(self, planned: Boxed) -> None:
+    def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
         self.function, self.out = planned.function, planned.outs[0]
 
@@ -456,12 +475,12 @@ class InPlace(Plan):
         return target
 
 
-class Several(Plan):
+class LocalPlanMany(CallPlan):
     """Operands fit and stand flat among the arguments; several tensors come out (split, chunk, topk)."""
 
     __slots__ = ("kind", "outs")
 
-    def __init__(self, planned: Boxed) -> None:
+    def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
         self.function, self.outs, self.view, self.kind = planned.function, planned.outs, planned.view, type(planned.structure)
 
@@ -472,13 +491,13 @@ class Several(Plan):
         wrapped = [GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)]  # type: ignore[arg-type]
         if self.view:
             for t in wrapped:
-                share(args[0], t)
+                link_alias(args[0], t)
         return self.kind(wrapped)
 
 
-def bring_together(name: str, target: GlobalTensor) -> None:
+def box_partial_target(name: str, target: GlobalTensor) -> None:
     """Move a target that lies as parts of a sum (maximum, norm), which ops have left so, to broadcast: ``name`` is about to write into it."""
-    if target._pinned or aliased(target) or shown_elsewhere(target) or (target._local.is_leaf and target._local.requires_grad):
+    if target._pinned or has_aliases(target) or has_partial_alias(target) or (target._local.is_leaf and target._local.requires_grad):
         raise inplace_error(name, target._spec)
     whole = target._spec.replace(layout=[broadcast if e.is_partial else e for e in target._spec.layout])
     with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
@@ -486,13 +505,13 @@ def bring_together(name: str, target: GlobalTensor) -> None:
     target._spec = whole
 
 
-def admit_signs(name: str, target: GlobalTensor) -> None:
+def unpartial_norm_target(name: str, target: GlobalTensor) -> None:
     """Norms of parts are never less than zero: a target that ops have left so is brought together, as ``name`` is about to put any values into it."""
     if any(e.reduce.startswith("norm") for e in target._spec.layout):
-        bring_together(name, target)
+        box_partial_target(name, target)
 
 
-class Moved(Boxed):
+class MoveTargetPlan(LocalPlan):
     """An in-place op whose target, a partial that ops have left so, cannot stay partial: the target moves to where the op can work."""
 
     __slots__ = ()
@@ -502,24 +521,24 @@ class Moved(Boxed):
         target = tensors[0]
         if target._pinned or (target._local.is_leaf and target._local.requires_grad):
             raise inplace_error(self.name, target._spec)
-        if aliased(target) or shown_elsewhere(target):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
-            return Whole(self.name, self.src, True).run(func, args, kwargs)
+        if has_aliases(target) or has_partial_alias(target):  # who shares its memory would not follow: what comes out goes back, as parts of a sum
+            return ReplicatedPlan(self.name, self.src, True).run(func, args, kwargs)
         # The move is none of the program's doing: also where it writes without gradients, the values that move keep theirs.
         with torch.set_grad_enabled(torch.is_grad_enabled() or target._local.requires_grad):
             locals_ = self.locals(tensors)
             if not self.outside:
                 locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
         if self.outside:
-            target._local = elsewhere(self.outs, locals_)[0]
+            target._local = nonmember_outputs(self.outs, locals_)[0]
         else:
             these = iter(locals_)
             (self.function or func)(*replaced(args, these), **replaced(kwargs, these))
             target._local = locals_[0]
         target._spec = self.dst[0]
-        return written(target)
+        return finish_inplace(target)
 
 
-class Whole(Plan):
+class ReplicatedPlan(CallPlan):
     """The broadcast fallback: every operand whole on every rank. For functions without a rule, and for shapes that depend on data."""
 
     __slots__ = ("inplace", "name", "placement", "src")
@@ -531,12 +550,12 @@ class Whole(Plan):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if self.inplace and any(e.is_partial for e in self.src[0].layout):
-            if not shown_elsewhere(tensors[0]):  # type: ignore[arg-type]
-                bring_together(self.name, tensors[0])  # type: ignore[arg-type]
+            if not has_partial_alias(tensors[0]):  # type: ignore[arg-type]
+                box_partial_target(self.name, tensors[0])  # type: ignore[arg-type]
                 return func(*args, **kwargs)
             if tensors[0]._pinned:  # type: ignore[attr-defined]
                 raise inplace_error(self.name, self.src[0])
-        inner = Boxed(self.name, self.src, [s.replicated() for s in self.src], [])
+        inner = LocalPlan(self.name, self.src, [s.replicated() for s in self.src], [])
         locals_ = inner.locals(tensors)
         if self.inplace and not inner.outside:
             locals_[0] = locals_[0].clone()  # what boxing gives may be a view, or part of a buffer
@@ -549,7 +568,7 @@ class Whole(Plan):
                 if inner.routes[i] is not None and version >= 0 and locals_[i]._version != version and not (self.inplace and i == 0):
                     with torch.no_grad():  # running statistics, say: written into what was brought together, so the parts get it too
                         tensors[i]._local.copy_(box(locals_[i], inner.dst[i], self.src[i], why=self.name))  # type: ignore[attr-defined]
-                    touched(tensors[i])
+                    mark_written(tensors[i])
         out = shared(out, self.placement, inner.outside, locals_)
         if self.inplace:
             target = tensors[0]
@@ -562,7 +581,7 @@ class Whole(Plan):
             back = box(value, inner.dst[0], self.src[0], why=self.name)
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
-            return written(target)
+            return finish_inplace(target)
         return wrapped_whole(out, self.placement, inner.outside)
 
 
@@ -592,7 +611,7 @@ class _Shape:
 
 def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
     if isinstance(told, _Shape):
-        out = elsewhere([None], locals_, told.dtype)[0]
+        out = nonmember_outputs([None], locals_, told.dtype)[0]
         out._shape = told.shape  # type: ignore[attr-defined]
         return out
     if isinstance(told, (tuple, list)):
@@ -601,7 +620,7 @@ def _materialise(told: Any, locals_: list[torch.Tensor]) -> Any:
     return told
 
 
-class _Elsewhere(torch.autograd.Function):
+class _NonMember(torch.autograd.Function):
     """A rank outside the placement computes nothing, but its backward must pass the same boxings in the same order as the others'."""
 
     @staticmethod
@@ -616,12 +635,12 @@ class _Elsewhere(torch.autograd.Function):
         return (None, None, *[torch.zeros(s, dtype=d, device=v) if d.is_floating_point or d.is_complex else None for s, d, v in ctx.inputs])
 
 
-def elsewhere(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def nonmember_outputs(outs: Sequence[Spec | None], locals_: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Return what a rank outside the placement holds of a call's results: nothing, tied to the operands where they have gradients."""
     out = []
     for spec in outs:
         kind = spec.dtype if spec is not None else dtype
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in locals_) and (kind.is_floating_point or kind.is_complex)  # type: ignore[union-attr]
         device = world().outside(spec.placement.type) if spec is not None else next((t.device for t in locals_), torch.device("cpu"))
-        out.append(_Elsewhere.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
+        out.append(_NonMember.apply(kind, device, *locals_) if grad else torch.empty(0, dtype=kind, device=device))
     return out

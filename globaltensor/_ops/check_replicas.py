@@ -10,7 +10,7 @@ import torch
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import content_digest
-from .._tensor.view_tracking import MovedView
+from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
 from ..errors import DivergenceError
 from ..sharding.spec import Spec
@@ -87,7 +87,7 @@ def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in _tensors(target, f"argument {i}"):
             if id(tensor) not in seen and not torch_private.is_fake(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
                 seen.add(id(tensor))
-                if isinstance(tensor, MovedView):
+                if isinstance(tensor, RemoteView):
                     tensor._local  # noqa: B018 - it may have to be fetched, on all ranks
                 yield name, tensor
 

@@ -19,7 +19,7 @@ from .._base.pytree import replaced, tensors_in
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.promote import check_replicated
-from .._tensor.view_tracking import written
+from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
 from ..errors import PlacementError, SbpError
 from ..sharding.placement import Placement
@@ -27,8 +27,8 @@ from ..sharding.sbp import Sbp, as_layout, broadcast, partial_sum
 from ..sharding.spec import Spec
 from . import dispatch
 from . import random as draws
-from .call_plan import admit_signs
-from .random import Fill, draw, filled, part
+from .call_plan import unpartial_norm_target
+from .random import RandomFill, draw_global, fill_local, part
 
 #: (placement, sbp) of what is created without saying so (utils/global_view.py).
 GLOBALLY: ContextVar[tuple[Placement | None, Any]] = ContextVar("globaltensor_globally", default=(None, None))
@@ -49,7 +49,7 @@ def _constant(value: Callable[..., Tensor]) -> Make:
         if spec.placement.coordinate(rank) is None:
             return placeholder(spec)
         local = value(spec.local_shape(rank), args, kwargs, dtype=spec.dtype, device=world().device(spec.placement.type))
-        return draws.masked(local, spec)
+        return draws.zero_unless_owner(local, spec)
 
     return make
 
@@ -81,7 +81,7 @@ def _eye(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if local.dim() == 2:
         (row, column), _ = spec.box(world().rank)
         local.diagonal(row - column).fill_(1)
-    return draws.masked(local, spec)
+    return draws.zero_unless_owner(local, spec)
 
 
 def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -96,33 +96,33 @@ def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         start, step = (args[0] if len(args) > 1 else kwargs.get("start", 0)), _argument(args, kwargs, 2, "step", 1)
     (offset,), (length,) = spec.box(rank)
     first = start + offset * step
-    return draws.masked(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
+    return draws.zero_unless_owner(torch.arange(first, first + length * step, step, dtype=spec.dtype, device=world().device(spec.placement.type)), spec)
 
 
-def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], Fill]) -> Make:
+def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Make:
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return filled(spec, fill(args, kwargs), kwargs.get("generator"))
+        return fill_local(spec, fill(args, kwargs), kwargs.get("generator"))
 
     return make
 
 
-def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
+def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RandomFill:
     """randint(high, size), randint(low, high, size): the size comes last among the positional ones."""
     numbers = [a for a in args if not isinstance(a, (tuple, list))]  # a torch.Size is a tuple
     low = kwargs.get("low", numbers[0] if len(numbers) > 1 or ("high" in kwargs and numbers) else 0)
-    return Fill("random_", (int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1])))
+    return RandomFill("random_", (int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1])))
 
 
 def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     mean, std = _argument(args, kwargs, 0, "mean"), _argument(args, kwargs, 1, "std", 1.0)
     generator = kwargs.get("generator")
     if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
-        return filled(spec, Fill("normal_", (mean, std)), generator)
-    return draw(spec, lambda: torch.normal(mean, std, generator=generator).to(world().device(spec.placement.type)), generator)
+        return fill_local(spec, RandomFill("normal_", (mean, std)), generator)
+    return draw_global(spec, lambda: torch.normal(mean, std, generator=generator).to(world().device(spec.placement.type)), generator)
 
 
 def _randperm(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return draw(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
+    return draw_global(spec, lambda: torch.randperm(*args, **kwargs, device=world().device(spec.placement.type)), kwargs.get("generator"))
 
 
 _WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
@@ -135,8 +135,8 @@ MAKE: Final[dict[str, Make]] = {
     "eye": _eye,
     "arange": _arange,
     **{name: _whole(name) for name in ("linspace", "logspace", "tensor", "as_tensor", "scalar_tensor", "tril_indices", "triu_indices", *_WINDOWS)},
-    "rand": _filled(lambda a, k: Fill("uniform_", (0.0, 1.0))),
-    "randn": _filled(lambda a, k: Fill("normal_", (0.0, 1.0))),
+    "rand": _filled(lambda a, k: RandomFill("uniform_", (0.0, 1.0))),
+    "randn": _filled(lambda a, k: RandomFill("normal_", (0.0, 1.0))),
     "randint": _filled(_bounds),
     "normal": _normal,
     "randperm": _randperm,
@@ -308,7 +308,7 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
     base = name.removesuffix("_like")
     if base in ("empty", "full", "ones", "zeros") and isinstance(x, GlobalTensor) and spec.replace(dtype=x.dtype) is x._spec:
         # Torch's own on the part keeps its strides, as optimizers like their state.
-        return _wrapped(draws.masked(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
+        return _wrapped(draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
     given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
     out = _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
     dispatch.record(f"{name} {_spelled((args, given))}", out)
@@ -404,10 +404,10 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
     if isinstance(value, Tensor):  # copy_ knows about gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
-    admit_signs(func.__name__, x)
-    x._local.fill_(value if draws.holds(x._spec) else 0)
+    unpartial_norm_target(func.__name__, x)
+    x._local.fill_(value if draws.owns_value(x._spec) else 0)
     dispatch.record(f"{func.__name__} {value!r}", x)
-    return written(x)
+    return finish_inplace(x)
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -16,14 +16,14 @@ from .._base.overridable import apply
 from .._base.pytree import replaced, tensors_in
 from .._base.refusals import kernel_message
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.view_tracking import MovedView, touched
+from .._tensor.view_tracking import RemoteView, mark_written
 from ..boxing import box
 from ..distributed.replicated_values import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec
-from .call_plan import Boxed, elsewhere, shared, wrapped_whole
-from .rules import Op
+from .call_plan import LocalPlan, nonmember_outputs, shared, wrapped_whole
+from .rules import OpDescription
 
 __all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
 
@@ -41,7 +41,7 @@ def written_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tuple(position[id(t)] for t in tensors_in(values, [])), tuple(position.get(id(r)) for r in returns)
 
 
-def keep_written_whole(op: Op, writes: Sequence[int]) -> None:
+def keep_written_whole(op: OpDescription, writes: Sequence[int]) -> None:
     """Leave an operator's rule only what is right for operands that it writes into.
 
     A rank that holds a share of a factor would write its contribution alone into an operand without that factor; and what is written is no partial sum.
@@ -60,7 +60,7 @@ def needs_fake(func: Any) -> GlobalTensorError:
     )
 
 
-class Writing(Boxed):
+class Writing(LocalPlan):
     """Box the operands, run on the local tensors, box back what was written into copies.
 
     ``writes``: the positions of the operands written into; ``returns``: for each result the position of the operand that it is, or None. Without a rule every
@@ -98,11 +98,11 @@ class Writing(Boxed):
                 if i in copied:
                     self._copy_back(tensors[i], locals_[i], self.dst[i])
                 elif isinstance(tensors[i], GlobalTensor):
-                    touched(tensors[i])
+                    mark_written(tensors[i])
                 else:
                     note_replicated(tensors[i])
         if self.ruled:
-            results = elsewhere(self.outs, locals_) if self.outside else tensors_in(out, [])
+            results = nonmember_outputs(self.outs, locals_) if self.outside else tensors_in(out, [])
             made = replaced(self.structure, iter([GlobalTensor.wrap(r, s) for r, s in zip(results, self.outs, strict=True)]))  # type: ignore[arg-type]
         else:
             made = wrapped_whole(shared(out, self.src[0].placement, self.outside, locals_), self.src[0].placement, self.outside)
@@ -113,7 +113,7 @@ class Writing(Boxed):
         if self.routes[i] is not None or t.requires_grad:
             return False
         if isinstance(t, GlobalTensor):
-            return type(t) is not MovedView
+            return type(t) is not RemoteView
         return len(self.src[i].placement.flat) == world().size and t.device.type == self.src[i].placement.type
 
     def _copy_back(self, t: torch.Tensor, local: torch.Tensor, spec: Spec) -> None:

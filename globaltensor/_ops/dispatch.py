@@ -16,45 +16,45 @@ import torch
 
 from .._base import torch_private
 from .._base.overridable import SEEN, apply
-from .._base.python_bodies import FORGOTTEN, apply_plainly, body_of
+from .._base.python_bodies import DROPPED_ARGS, apply_plainly, python_body
 from .._base.refusals import kernel_message
-from .._tensor.global_tensor import ORDINARY, GlobalTensor, Memory, SlottedGlobalTensor
-from .._tensor.promote import operand_spec, promote
+from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
+from .._tensor.promote import operand_spec, promote_plain_tensor
 from .._tensor.strides import differ, permutes
-from .._tensor.view_tracking import MovedView
+from .._tensor.view_tracking import RemoteView
 from ..boxing import box
 from ..distributed.replicated_values import note_replicated
 from ..distributed.world import ON_FORGET, sent, world
 from ..errors import FallbackWarning, GlobalTensorError, InplaceError, KernelError, PlacementError
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
-from ..sharding.spec import Spec, Stored, fitting, layout_on
+from ..sharding.spec import Spec, StorageSpec, fitting, layout_for
 from . import call_plan
 from .call_plan import (
-    Answer,
-    Boxed,
-    InPlace,
-    LaidView,
-    Listed,
-    Moved,
-    Plan,
-    Recalling,
-    Same,
-    Several,
-    Through,
-    Whole,
+    CallPlan,
+    ConstantPlan,
+    DelegatePlan,
+    InPlacePlan,
+    LocalPlan,
+    LocalPlanList,
+    LocalPlanMany,
+    MoveTargetPlan,
+    RecoverArgsPlan,
+    ReplicatedPlan,
+    ReturnOperandPlan,
+    StridedViewPlan,
     describe_call,
     name_of,
     replaced,
     tensors_in,
 )
 from .custom_ops import Writing, keep_written_whole, needs_fake, written_operands
-from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, rule_of, spellings_of, strategy
+from .rules import RULES, Arg, Derived, LocalContext, OpDescription, Range, Rule, SignatureChoice, rule_of, spellings_of, strategy
 from .rules import rule as declare_rule
-from .rules.deferred_mean import settle
-from .shape_inference import check_dtypes, on_meta, operands_among
+from .rules.deferred_mean import materialize
+from .shape_inference import check_dtypes, infer_outputs, operands_among
 
-__all__ = ["HANDLERS", "call", "copy_back", "fresh_plans", "global_copy", "into_plain", "lies_at", "rule", "writes"]
+__all__ = ["HANDLERS", "copy_back", "dispatch", "fresh_plans", "global_copy", "lies_at", "rule", "write_into_plain", "writes"]
 
 #: Functions that need no plan: torch function -> handler(func, args, kwargs). Filled by the rooms above.
 HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -73,7 +73,7 @@ class _Plans(threading.local):
 
     def __init__(self) -> None:
         self.derived = Derived()
-        self.plans: dict[tuple[Any, ...], Plan] = self.derived.found  # which costs a look less in `call`
+        self.plans: dict[tuple[Any, ...], CallPlan] = self.derived.found  # which costs a look less in `dispatch`
 
     def use(self, derived: Derived) -> Derived:
         """Look in ``derived`` from now on -> where it was looked before."""
@@ -103,7 +103,7 @@ ON_FORGET.append(_forget_plans)
 _SCALARS = RULES.scalars
 
 
-def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``__torch_function__`` of GlobalTensor. Each line here is paid by every op: measure (benchmarks/eager_overhead.py) before changing one."""
     if not _grad_enabled():
         _refuse_in_function(args)
@@ -158,7 +158,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     try:
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
-        found = _missed(func, args, kwargs or {}, key, isinstance(miss, KeyError))
+        found = _plan_and_cache(func, args, kwargs or {}, key, isinstance(miss, KeyError))
     found.record(found.digest)
     if numbers:
         found.record(numbers)
@@ -179,7 +179,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
     if found.view:  # as moved.share does
         memory = args[0]._memory
         if memory is None:
-            memory = args[0]._memory = Memory()
+            memory = args[0]._memory = AliasGroup()
         memory.viewed = True
         wrapped._memory = memory
     else:
@@ -202,14 +202,14 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
             frame = frame.f_back  # type: ignore[assignment]
 
 
-def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> Plan:
+def _plan_and_cache(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> CallPlan:
     """No plan is kept for this call. Where an argument cannot be hashed it is planned each time."""
     version = RULES.version
-    found = _plan(func, args, kwargs)
-    if hashable and call_plan.by_default(found, args, kwargs):
-        found = call_plan.Defaulted(found, _plan)
-    if func in FORGOTTEN and kwargs.keys().isdisjoint(FORGOTTEN[func]):
-        found = Recalling(found, lambda *a, **k: call(GlobalTensor, func, (), a, k))
+    found = plan_call(func, args, kwargs)
+    if hashable and call_plan.has_default_dtype(found, args, kwargs):
+        found = call_plan.DefaultDtypePlan(found, plan_call)
+    if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
+        found = RecoverArgsPlan(found, lambda *a, **k: dispatch(GlobalTensor, func, (), a, k))
     first = next((t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)), None)
     if first is not None:
         history = world().history((first._spec.shown.placement,))
@@ -248,7 +248,7 @@ def _numbers_in(a: Any) -> bytes:
     return b"".join(map(_numbers_in, a.values())) if isinstance(a, dict) else b""
 
 
-GlobalTensor.__torch_function__ = classmethod(call)  # type: ignore[assignment]
+GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -272,7 +272,7 @@ def _key(a: Any, free: bool) -> Any:
     if a is None or a is Ellipsis:
         return a
     if isinstance(a, GlobalTensor):
-        return settle(a)._spec if type(a) is not MovedView else (MovedView, a._spec)
+        return materialize(a)._spec if type(a) is not RemoteView else (RemoteView, a._spec)
     if isinstance(a, torch.Tensor):
         try:
             return (torch.Tensor, a.shape, a.dtype)
@@ -294,7 +294,7 @@ class _Meeting(threading.local):
 
 #: Where operands of several placements meet, while a model that is cut into stages runs: on the stage that runs, or has run last
 #: (graph/pipeline/split_model.py).
-meeting = _Meeting()
+stage_context = _Meeting()
 
 
 def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
@@ -306,8 +306,8 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         where = _place_of_scalars(tensors)
         if where is not None:
             return where
-        if meeting.where is not None and (not writes(func) or lies_at(tensors[0], meeting.where)):
-            return meeting.where
+        if stage_context.where is not None and (not writes(func) or lies_at(tensors[0], stage_context.where)):
+            return stage_context.where
         raise PlacementError(
             f"{describe_call(func, tensors)}: the operands lie on different placements\n"
             + "".join(f"  {p}\n" for p in found)
@@ -339,13 +339,13 @@ def writes(func: Any) -> bool:
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
-def _met(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` with what lies elsewhere brought to where operands meet, with its sbp as it is where that has as many axes. Raises PlacementError where
     nothing says where."""
     tensors = tensors_in(kwargs, tensors_in(args, []))
     where = _common_placement(func, tensors)
     away = [isinstance(t, GlobalTensor) and t._spec.shown.placement is not where for t in tensors]
-    these = iter([t.to_global(placement=where, sbp=layout_on(where, t.sbp)) if elsewhere else t for t, elsewhere in zip(tensors, away, strict=True)])
+    these = iter([t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if elsewhere else t for t, elsewhere in zip(tensors, away, strict=True)])
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
@@ -355,7 +355,7 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
     groups: dict[Spec, list[GlobalTensor]] = {}
     for t in tensors:
         if isinstance(t, GlobalTensor) and t._spec.shown.placement is not where:
-            groups.setdefault(settle(t)._spec, []).append(t)
+            groups.setdefault(materialize(t)._spec, []).append(t)
     brought: dict[int, torch.Tensor] = {}
     for group in groups.values():
         values = torch.stack(group) if len(group) > 1 else group[0].unsqueeze(0)
@@ -367,7 +367,7 @@ def _with_scalars(func: Any, where: Placement, args: tuple[Any, ...], kwargs: di
     return func(*replaced(args, these), **replaced(kwargs, these))
 
 
-def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """A cache miss: find the rule, choose layouts, and freeze what to do."""
     rule = rule_of(func, kwargs)
     kernel, written = torch_private.is_kernel(func), None
@@ -377,15 +377,15 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             written = written_operands(func, args, kwargs)
     if kwargs.get("out") is not None and written is None:
         check_out(func, args, kwargs)
-        return Through(lambda *a, **k: _with_out(func, a, k))
+        return DelegatePlan(lambda *a, **k: _with_out(func, a, k))
     tensors = tensors_in(kwargs, tensors_in(args, []))
     placement = _common_placement(func, tensors)
     if any(isinstance(t, GlobalTensor) and t._spec.shown.placement is not placement for t in tensors):
         if written is not None:
             raise PlacementError(f"{describe_call(func, tensors)}: an operator that writes into its arguments needs all of them on one placement")
         if _place_of_scalars(tensors) is None:
-            return Through(lambda *a, **k: _met(func, a, k))
-        return Through(lambda *a, **k: _with_scalars(func, placement, a, k))
+            return DelegatePlan(lambda *a, **k: _call_on_common_placement(func, a, k))
+        return DelegatePlan(lambda *a, **k: _with_scalars(func, placement, a, k))
     if getattr(func, "__name__", "") == "__get__" and func not in RULES:
         return _attribute(func, args)
     operands = f"operand {{}} of {name_of(func)}"
@@ -394,78 +394,78 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         _warn_of(func)
         return _on_whole(func, specs, written)
     if rule is None:
-        return _unruled(func, specs, args, kwargs)
+        return _plan_without_rule(func, specs, args, kwargs)
     if rule.inplace and not isinstance(tensors[0], GlobalTensor):
-        return Through(lambda *a, **k: into_plain(func, placement, a, k))
+        return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
     taken = [s.shown for s in specs]  # what is stored otherwise counts as what it is shown to be, but stays where it is stored
-    stored = specs[0] if rule.inplace and isinstance(specs[0], Stored) else None
+    stored = specs[0] if rule.inplace and isinstance(specs[0], StorageSpec) else None
     if stored is not None:
         taken[0] = stored.plain
         if stored.placement is not placement:
-            return Whole(rule.name, specs, True)
-    op = Op([Arg(i, s) for i, s in enumerate(taken)], function=func)
+            return ReplicatedPlan(rule.name, specs, True)
+    op = OpDescription([Arg(i, s) for i, s in enumerate(taken)], function=func)
     these, unknown = iter(op.args), ""
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
     except (TypeError, ValueError, IndexError) as error:
         unknown = str(error)
     except RuntimeError:  # of shapes that do not fit, say: in the words of the function itself, if it refuses the call as well
-        on_meta(func, specs, args, kwargs)
+        infer_outputs(func, specs, args, kwargs)
         raise
     if op.composite is not None:  # before the meta run: what comes out may depend on data
-        meta, structure = on_meta(func, specs, args, kwargs) if op.checked else (None, None)
+        meta, structure = infer_outputs(func, specs, args, kwargs) if op.checked else (None, None)
         if (same := _same(func, rule, meta or (), args)) and None not in same:
-            return Same(same, structure, None)
+            return ReturnOperandPlan(same, structure, None)
         if meta is not None and not _is_ours(func):
             check_dtypes(func, specs, args, kwargs)
         cast = meta is not None and torch_private.any_autocast() and not rule.inplace
-        return Through(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
+        return DelegatePlan(_as_autocast_would(op.composite, func, specs, args, kwargs, meta) if cast else op.composite)  # type: ignore[arg-type]
     if op.whole_call:
-        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
-    meta, structure = on_meta(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
+        return ReplicatedPlan(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
+    meta, structure = infer_outputs(func, specs, args, kwargs)  # a call that is wrong fails here, with torch's own error
     if meta is None:
         if kernel and torch_private.is_custom(func):
             raise needs_fake(func)
-        return _unruled(func, specs, args, kwargs)
+        return _plan_without_rule(func, specs, args, kwargs)
     same = _same(func, rule, meta, args) if written is None else ()
     if same and None not in same:
-        return Same(same, structure, None)
+        return ReturnOperandPlan(same, structure, None)
     if op.local is not None and not _is_ours(func):
         check_dtypes(func, specs, args, kwargs)
     if written is not None:
         keep_written_whole(op, written[0])
     if unknown:
         warnings.warn(f"the rule of {rule.name} does not know this form of the call ({unknown}); it runs on whole tensors", FallbackWarning, stacklevel=3)
-        return Whole(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
+        return ReplicatedPlan(rule.name, specs, rule.inplace) if written is None else _on_whole(func, specs, written)
     outs = [Spec.make(m.shape, m.dtype, placement, [broadcast] * placement.axes) for m in meta]
     if rule.inplace and not outs:  # x[i] = v returns nothing: its result is its target
         outs, op.out = [taken[0]], [op.dims[0]]
     if not op.out:
         op.out = [(None,) * o.ndim for o in outs]
     if rule.inplace and outs[0].shape != specs[0].shape:
-        return Whole(name_of(func), specs, True)  # which says why it cannot be
+        return ReplicatedPlan(name_of(func), specs, True)  # which says why it cannot be
     choice = strategy(op, outs, keep=0 if rule.inplace else None)
-    kind: type[Boxed] = Boxed if written is None else Writing
+    kind: type[LocalPlan] = LocalPlan if written is None else Writing
     if choice is None:
         if not any(e.is_partial for e in specs[0].layout):
-            return Whole(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
-        choice, kind = strategy(op, outs, alike=True), Moved
+            return ReplicatedPlan(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
+        choice, kind = strategy(op, outs, alike=True), MoveTargetPlan
         if choice is None:
-            return Whole(name_of(func), specs, True)
+            return ReplicatedPlan(name_of(func), specs, True)
     if stored is not None:
         choice = dataclasses.replace(choice, outs=(stored, *choice.outs[1:]))
-    plan = _freeze(kind, func, rule, op, specs, choice, structure, args, kwargs)
+    plan = _build_call_plan(kind, func, rule, op, specs, choice, structure, args, kwargs)
     ranges = _cut_indices(plan, op)
     if ranges:
-        plan = call_plan.Guarded(plan, ranges)
+        plan = call_plan.RangeCheckedPlan(plan, ranges)
     if isinstance(plan, Writing) and written is not None:
         plan.writes, plan.returns = written
-    return plan if all(i is None for i in same) else Same(same, structure, plan)
+    return plan if all(i is None for i in same) else ReturnOperandPlan(same, structure, plan)
 
 
-def _cut_indices(plan: Plan, op: Op) -> list[tuple[int, Range]]:
+def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
     """Return the operands that are indices, that every rank has whole, and of which each rank's kernel will see a part."""
-    if not isinstance(plan, Boxed) or torch_private.recording.on or not op.ranges:
+    if not isinstance(plan, LocalPlan) or torch_private.recording.on or not op.ranges:
         return []
     cut = [i for i in op.ranges if plan.routes[i] is not None and all(e.is_broadcast for e in plan.src[i].layout)]
     return [(i, op.ranges[i]) for i in cut]
@@ -485,11 +485,19 @@ def _is_ours(func: Any) -> bool:
     return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
 
 
-def _freeze(
-    kind: type[Boxed], func: Any, rule: Rule, op: Op, specs: Sequence[Spec], choice: Choice, structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Plan:
-    if kind is Boxed and op.view and not rule.inplace and not torch_private.function_mode_on() and _hides_strides(op, specs[0], choice.outs, structure):
-        kind = LaidView
+def _build_call_plan(
+    kind: type[LocalPlan],
+    func: Any,
+    rule: Rule,
+    op: OpDescription,
+    specs: Sequence[Spec],
+    choice: SignatureChoice,
+    structure: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CallPlan:
+    if kind is LocalPlan and op.view and not rule.inplace and not torch_private.function_mode_on() and _hides_strides(op, specs[0], choice.outs, structure):
+        kind = StridedViewPlan
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
@@ -499,7 +507,7 @@ def _freeze(
     if not done.outside:
         if op.local is not None:
             with torch_private.real_tensors() if torch_private.recording.on else contextlib.nullcontext():  # what it makes beforehand is for the program, too
-                done.function = op.local(Split(rank, choice.ins, choice.outs, choice.factors, op))
+                done.function = op.local(LocalContext(rank, choice.ins, choice.outs, choice.factors, op))
         if op.random:
             where = specs[0].placement.coordinate(rank) or ()
             along = {a for axes in choice.factors.values() for a in axes}
@@ -507,22 +515,22 @@ def _freeze(
     flat = not done.picks and bool(args or not op.view) and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if torch_private.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
-    if kind is not Boxed or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
+    if kind is not LocalPlan or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
     if rule.inplace:
-        return InPlace(done) if flat and done.single and args and type(args[0]) in ORDINARY and not op.view else done
+        return InPlacePlan(done) if flat and done.single and args and type(args[0]) in ORDINARY and not op.view else done
     if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)
         done.usual = done.dtype is torch.get_default_dtype() and done.device.type == "cpu"
     elif flat and type(structure) in (tuple, list) and all(isinstance(t, torch.Tensor) for t in structure):
-        return Several(done)
+        return LocalPlanMany(done)
     elif done.single and not op.view and _is_list(args) and not tensors_in(kwargs, []):
-        return Listed(done)
+        return LocalPlanList(done)
     return done
 
 
-def _hides_strides(op: Op, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
+def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
     """Return True of a view function whose parts may not tell how the whole results are laid in memory."""
     if base.placement.coordinate(world().rank) is None or any(differ(s.plain) for s in (base, *outs)):
         return True
@@ -549,7 +557,7 @@ def _as_autocast_would(
 
     try:
         with off():
-            plain = [m.dtype for m in on_meta(func, specs, args, kwargs)[0] or ()]
+            plain = [m.dtype for m in infer_outputs(func, specs, args, kwargs)[0] or ()]
     except RuntimeError:  # operands of several dtypes, which autocast brings together
         plain = []
     found = {m.dtype for m in meta}
@@ -569,7 +577,7 @@ def _as_autocast_would(
     return run
 
 
-def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
+def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
     """A property of torch.Tensor that no rule knows: asked of the local tensor where it is no tensor itself."""
 
     def get(x: GlobalTensor) -> Any:
@@ -582,33 +590,33 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Plan:
             return GlobalTensor.wrap(value, x._spec.replace(dtype=value.dtype))
         return value
 
-    return Through(get)
+    return DelegatePlan(get)
 
 
 _WARNED: set[str] = set()
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_", "__setitem__", "index_copy_", "index_fill_", "index_put_", "masked_fill_", "masked_scatter_", "scatter_"))
 
 
-def _unruled(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _plan_without_rule(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """No rule: a Python function of torch runs through its own body; anything else runs on whole tensors, with one warning."""
-    if any(map(call_plan.is_count, tensors_in(kwargs, tensors_in(args, []))[1:])) and on_meta(func, specs, args, kwargs)[0] is None:
-        return Through(lambda *a, **k: call_plan.with_counts(func, a, k))
+    if any(map(call_plan.is_index_scalar, tensors_in(kwargs, tensors_in(args, []))[1:])) and infer_outputs(func, specs, args, kwargs)[0] is None:
+        return DelegatePlan(lambda *a, **k: call_plan.with_index_scalars(func, a, k))
     name = name_of(func)
     inplace = name.endswith("_") and not name.endswith("__")
-    body = body_of(func)
+    body = python_body(func)
     if body is not None:
-        return Through(body)
-    meta, structure = on_meta(func, specs, args, kwargs) if not inplace else (None, None)
+        return DelegatePlan(body)
+    meta, structure = infer_outputs(func, specs, args, kwargs) if not inplace else (None, None)
     if meta == [] and structure is not None:
-        return Answer(structure)
+        return ConstantPlan(structure)
     same = operands_among(meta or ())
     if same and None not in same:
-        return Same(same, structure, None)
+        return ReturnOperandPlan(same, structure, None)
     _warn_of(func)
-    return Whole(name, specs, inplace)
+    return ReplicatedPlan(name, specs, inplace)
 
 
-def _on_whole(func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]) -> Plan:
+def _on_whole(func: Any, specs: Sequence[Spec], written: tuple[tuple[int, ...], tuple[int | None, ...]]) -> CallPlan:
     """Return the plan for an operator that writes into its arguments, with every operand whole."""
     plan = Writing.on_whole(name_of(func), specs)
     plan.writes, plan.returns = written
@@ -629,7 +637,7 @@ def _warn_of(func: Any) -> None:
         )
 
 
-def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place op with global operands on a plain tensor, which all ranks have alike: afterwards all have the whole result in it."""
     target = args[0]
     overwritten = name_of(func) in _OVERWRITING  # what it held before does not matter, or has never been written
@@ -642,7 +650,7 @@ def into_plain(func: Any, placement: Placement, args: tuple[Any, ...], kwargs: d
 def global_copy(plain: torch.Tensor, placement: Placement, purpose: str, checked: bool = True) -> GlobalTensor:
     """Return a broadcast copy of a plain tensor, for an in-place op to write into in its place. `copy_back` ends this."""
     spec = operand_spec(plain, placement, purpose)
-    return GlobalTensor.wrap(promote(plain, spec, purpose, checked=checked).clone(), spec)
+    return GlobalTensor.wrap(promote_plain_tensor(plain, spec, purpose, checked=checked).clone(), spec)
 
 
 def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
@@ -667,7 +675,7 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
         return [Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes) for t in tensors]
 
-    results = on_meta(func, specs_of(operands), args, rest)[0]
+    results = infer_outputs(func, specs_of(operands), args, rest)[0]
     if results is None:
         return
     for target, result in zip(targets, results, strict=False):
@@ -678,7 +686,7 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 name = name_of(func)
                 raise InplaceError(f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which can't be cast to it: give a wider one")
     given = {name: a for name, a in kwargs.items() if name != "device"}  # the meta device's, for this
-    on_meta(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
+    infer_outputs(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
 
 
 def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,17 +11,17 @@ import torch
 from .._base import torch_private
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
-from .._tensor.promote import operand_spec, promote
-from .._tensor.view_tracking import aliased, shown_elsewhere, written
+from .._tensor.promote import operand_spec, promote_plain_tensor
+from .._tensor.view_tracking import finish_inplace, has_aliases, has_partial_alias
 from ..boxing import box
 from ..distributed.world import placeholder, world
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_norm
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import kind_of
-from .call_plan import bring_together, name_of
+from .call_plan import box_partial_target, name_of
 from .dispatch import HANDLERS, copy_back, global_copy
-from .shape_inference import on_meta
+from .shape_inference import infer_outputs
 
 __all__ = ["foreach", "foreach_norm"]
 
@@ -75,7 +75,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes:
         for t in first:
             if isinstance(t, GlobalTensor) and t._memory is not None:
-                written(t)
+                finish_inplace(t)
         return first
     return _wrapped(result, mine, specs)
 
@@ -131,7 +131,7 @@ def _apart(name: str, t: torch.Tensor) -> bool:
     """Whether what is written into lies as parts of a sum and has to stay so: the user has said so, or another tensor shows the same parts."""
     if not name.startswith("_foreach_") or name == "_foreach_zero_" or not isinstance(t, GlobalTensor):
         return False
-    return any(e.is_partial for e in t._spec.layout) and (t._pinned or aliased(t) or shown_elsewhere(t) or (t._local.is_leaf and t._local.requires_grad))
+    return any(e.is_partial for e in t._spec.layout) and (t._pinned or has_aliases(t) or has_partial_alias(t) or (t._local.is_leaf and t._local.requires_grad))
 
 
 #: Names that the kernels have for what their methods call otherwise.
@@ -170,7 +170,7 @@ def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
     """As before any other in-place op: what cannot be written as it lies moves. Raises InplaceError."""
     for t in targets:
         if isinstance(t, GlobalTensor) and name != "_foreach_zero_" and any(e.is_partial for e in t._spec.layout):
-            bring_together(name, t)
+            box_partial_target(name, t)
 
 
 def _column_spec(name: str, column: Sequence[torch.Tensor], factor: GlobalTensor | None, writes: bool) -> Spec | None:
@@ -196,7 +196,7 @@ def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec
     shape = column[0].shape
     for other in column[1:]:
         pair = [spec.replace(shape=s, layout=[broadcast] * spec.placement.axes) for s in (shape, other.shape)]
-        found, _ = on_meta(torch.Tensor.add_ if writes else torch.add, pair, (column[0], other), {})
+        found, _ = infer_outputs(torch.Tensor.add_ if writes else torch.add, pair, (column[0], other), {})
         shape = found[0].shape  # type: ignore[index]
     return spec if shape == spec.shape else spec.replace(shape=shape, layout=[broadcast] * spec.placement.axes)
 
@@ -218,7 +218,7 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     if spec is None or t.dim() == 0:  # a step counter
         return t
     whole = operand_spec(t, spec.placement, f"an operand of {name}")
-    return box(promote(t, whole, f"an operand of {name}"), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
+    return box(promote_plain_tensor(t, whole, f"an operand of {name}"), whole, whole.replace(layout=_aligned(t.shape, spec)), why=name)
 
 
 def _wrapped(result: Any, mine: list[int], specs: Sequence[Spec | None]) -> Any:

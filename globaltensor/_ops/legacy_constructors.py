@@ -11,13 +11,13 @@ import torch
 
 from .._tensor.convert import to_global
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.promote import promote
+from .._tensor.promote import promote_plain_tensor
 from ..errors import LocalTensorError
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .creation import as_tensor, check_whole, empty, tensor
 from .dispatch import HANDLERS
-from .rules.notation import Op
+from .rules.notation import OpDescription
 from .rules.registry import RULES
 
 __all__ = [
@@ -87,7 +87,7 @@ def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
     value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
     placement = x._spec.placement
     spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
-    return GlobalTensor.wrap(promote(value, spec, "NumPy"), spec)
+    return GlobalTensor.wrap(promote_plain_tensor(value, spec, "NumPy"), spec)
 
 
 GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]  # NumPy passes more than torch's own takes
@@ -98,7 +98,7 @@ def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
     """The operators for which torch itself takes an array: what it does on the meta device it does not do here."""
     of_tensors = RULES[operator]
 
-    def describe(op: Op, input: Any, other: Any) -> None:
+    def describe(op: OpDescription, input: Any, other: Any) -> None:
         if isinstance(other, np.ndarray):
             op.composite = compute
         else:

@@ -12,9 +12,9 @@ from .._base.overridable import visible
 from .._base.pytree import replaced, tensors_in
 from .._tensor.convert import spec_of
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.gradients.reducer import reducer, watch
+from .._tensor.gradients.reducer import observe_gradients, reducer
 from .._tensor.gradients.watchers import Watcher
-from .._tensor.promote import operand_spec, promote
+from .._tensor.promote import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import placeholder, world
 from ..errors import SbpError
@@ -56,7 +56,7 @@ def local_map(function: Callable[..., Any], out_sbp: Any, in_sbp: Any = None, *,
                 locals_.append(box(t._local, t._spec, dst, why=f"local_map({name})"))
             elif layout is not None:
                 src = operand_spec(t, where, f"argument of local_map({name})")
-                locals_.append(box(promote(t, src, f"argument of local_map({name})"), src, src.replace(layout=layout), why=f"local_map({name})"))
+                locals_.append(box(promote_plain_tensor(t, src, f"argument of local_map({name})"), src, src.replace(layout=layout), why=f"local_map({name})"))
             else:
                 locals_.append(t)
         these = iter(locals_)
@@ -101,7 +101,7 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
 def _watched(result: torch.Tensor) -> None:
     """The function may use leaves of its own, or hook into tensors. The ranks do not know of one another whether it has."""
     if result.requires_grad:
-        watch(result)
+        observe_gradients(result)
     else:
         Watcher(reducer().watchers)  # gone at once
 

@@ -19,11 +19,11 @@ from .._tensor.global_tensor import SEEN_AS, GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
 from .._tensor.history import record
-from .._tensor.promote import operand_spec, promote
+from .._tensor.promote import operand_spec, promote_plain_tensor
 from .._tensor.serialization import reduce_ex, remade
 from .._tensor.set_data import data, laid_out_like, requires_grad_, resize_, set_, set_data, set_requires_grad
-from .._tensor.strides import Note, carry_note, differ, forget_note, is_contiguous, note, part_tells, stride
-from .._tensor.view_tracking import MovedView, twin, written
+from .._tensor.strides import Note, copy_noted_strides, differ, forget_note, is_contiguous, note_strides, part_tells, stride
+from .._tensor.view_tracking import RemoteView, alias_of, finish_inplace
 from ..boxing import box
 from ..distributed.run.serialize import register_wrapper
 from ..distributed.world import placeholder, world
@@ -33,10 +33,10 @@ from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
 from .backward import tensor_backward
-from .call_plan import admit_signs
-from .dispatch import HANDLERS, into_plain
+from .call_plan import unpartial_norm_target
+from .dispatch import HANDLERS, write_into_plain
 
-__all__ = ["GlobalTensor", "full", "install"]
+__all__ = ["GlobalTensor", "gather_global_value", "install"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- between local and global
@@ -94,7 +94,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
             return GlobalTensor.wrap(placeholder(spec), spec)
         nothing = self if kept else placeholder(spec).requires_grad_()
         local = nothing.view_as(nothing).to(world().outside(placement.type))  # no leaf, as inside
-        reducer.watch(local)
+        reducer.observe_gradients(local)
         return GlobalTensor.wrap(local, spec)
     local = self.to(world().device(placement.type), copy=copy)
     told_alike = alike and len(placement.flat) == world().size and not differ(spec)
@@ -102,7 +102,7 @@ def local_to_global(self: torch.Tensor, placement: Placement | None = None, sbp:
         local = local.contiguous()
     if graph:  # a part that nobody else holds is a view of the local tensor, which autograd follows when either is written into
         out = GlobalTensor.wrap(_ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec)
-        reducer.watch(out._local)
+        reducer.observe_gradients(out._local)
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True
@@ -156,7 +156,7 @@ def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = Fa
     that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are summed; where every rank computes the same
     from it, say ``grad_sbp=broadcast``.
     """
-    self = parameter_gather.unfolded(self)
+    self = parameter_gather.to_logical(self)
     local, dual = self._local, self._spec.dual()
     grad = dual if grad_sbp is None else self._spec.replace(layout=as_layout(grad_sbp, self._spec.placement.axes, "grad_sbp"))
     if local.requires_grad:
@@ -185,7 +185,7 @@ def _renamed(old: str, new: str) -> property:
 # ---------------------------------------------------------------------------------------------------------------- values on every rank
 
 
-def full(x: GlobalTensor) -> torch.Tensor:
+def gather_global_value(x: GlobalTensor) -> torch.Tensor:
     """The whole value as a plain CPU tensor, on every rank of the world. Collective. Raises NotImplementedError, as torch does, on the meta device."""
     if x.is_meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data! It has a shape and a layout, and no values")
@@ -202,19 +202,19 @@ def numpy(self: GlobalTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     """The whole value as an array, on every rank of the world. Collective."""
     if self.requires_grad and not force and torch.is_grad_enabled():
         raise RuntimeError("Can't call numpy() on a tensor that requires grad: use x.detach().numpy() or x.numpy(force=True)")
-    return full(self).numpy()
+    return gather_global_value(self).numpy()
 
 
 def item(self: GlobalTensor) -> Any:
-    return full(self).item()
+    return gather_global_value(self).item()
 
 
 def tolist(self: GlobalTensor) -> Any:
-    return full(self).tolist()
+    return gather_global_value(self).tolist()
 
 
 def to_text(self: GlobalTensor, *, tensor_contents: Any = None) -> str:
-    shown = repr(full(self) if not self.is_meta else torch.empty(self.shape, dtype=self.dtype, device="meta"))
+    shown = repr(gather_global_value(self) if not self.is_meta else torch.empty(self.shape, dtype=self.dtype, device="meta"))
     extra = f", grad_fn=<{self._local.grad_fn.name()}>" if self._local.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
     prefix = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
     return f"{prefix}{shown[:-1]}, placement={self.placement!r}, sbp={self.sbp!r}{extra})"
@@ -281,7 +281,7 @@ def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **k
 
 
 def detach(self: GlobalTensor) -> GlobalTensor:
-    return twin(self, detached=True)
+    return alias_of(self, detached=True)
 
 
 def detach_(self: GlobalTensor) -> GlobalTensor:
@@ -289,7 +289,7 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
 
     Torch detaches no view in place: a part that is one, of the buffer it came in say, is exchanged for one that is not.
     """
-    if isinstance(self, MovedView):
+    if isinstance(self, RemoteView):
         self.detach_origin()
     elif self._local._is_view():
         self._local = self._local.detach()
@@ -302,7 +302,7 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
     outside = self._spec.placement.coordinate(world().rank) is None
     out = GlobalTensor.wrap(self._local.clone(memory_format=torch.preserve_format if outside else memory_format), self._spec)
     if memory_format is torch.preserve_format:
-        carry_note(self, out)
+        copy_noted_strides(self, out)
     return out
 
 
@@ -315,30 +315,30 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
     if is_contiguous(self, memory_format):
         return self
     out = clone(self, memory_format=memory_format)
-    note(out, Note(torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(), True))
+    note_strides(out, Note(torch.empty(self.shape, device="meta").contiguous(memory_format=memory_format).stride(), True))
     return out
 
 
 def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTensor:
     """Copy a tensor's value into this one, in this one's sbp. A plain tensor counts as the whole value, the same on every rank."""
-    admit_signs("copy_", self)
+    unpartial_norm_target("copy_", self)
     if not isinstance(src, torch.Tensor):
         src = torch.as_tensor(src)
     if not isinstance(src, GlobalTensor):
         whole = operand_spec(src, self.placement, "the source of copy_")
-        src = GlobalTensor.wrap(promote(src, whole, "the source of copy_"), whole)
+        src = GlobalTensor.wrap(promote_plain_tensor(src, whole, "the source of copy_"), whole)
     if src.shape != self.shape:
         src = src.expand(self.shape)
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
     record("copy_", self, src)
     self._local.copy_(local, non_blocking)
-    return written(self)
+    return finish_inplace(self)
 
 
 def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], GlobalTensor):
         return copy_(*args, **kwargs)
-    return into_plain(func, args[1].placement, args, kwargs)
+    return write_into_plain(func, args[1].placement, args, kwargs)
 
 
 def of_local(name: str) -> Callable[..., Any]:
@@ -358,12 +358,12 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         if self._local.is_leaf and self._local.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation ({name}_)")
         alone = self._memory is None
-        out: Any = view(twin(self), *args, **kwargs)
+        out: Any = view(alias_of(self), *args, **kwargs)
         self._spec, self._memory = out._spec, None if alone else out._memory
         forget_note(self)
-        carry_note(out, self)
-        if isinstance(out, MovedView) and not alone:
-            self.__class__ = MovedView  # type: ignore[assignment]  # of what it was
+        copy_noted_strides(out, self)
+        if isinstance(out, RemoteView) and not alone:
+            self.__class__ = RemoteView  # type: ignore[assignment]  # of what it was
             self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
         else:
             self._local = out._local
@@ -375,7 +375,7 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
 def is_nonzero(self: GlobalTensor) -> bool:
     if self.numel() != 1:
         raise RuntimeError(f"Boolean value of a tensor of shape {list(self.shape)} is ambiguous: it must have one element")
-    return bool(full(self))
+    return bool(gather_global_value(self))
 
 
 def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
@@ -393,8 +393,9 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
 METHODS: dict[str, Any] = {
     "to_global": global_to_global, "global_to_global": global_to_global, "to_local": tensor_to_local,
     "numpy": numpy, "item": item, "tolist": tolist, "__repr__": to_text, "__format__": format_value, "__array__": array,
-    "__float__": lambda self: float(full(self)), "__int__": lambda self: int(full(self)), "__bool__": lambda self: bool(full(self)),
-    "__index__": lambda self: full(self).__index__(), "__complex__": lambda self: complex(full(self)),
+    "__float__": lambda self: float(gather_global_value(self)), "__int__": lambda self: int(gather_global_value(self)),
+    "__bool__": lambda self: bool(gather_global_value(self)),
+    "__index__": lambda self: gather_global_value(self).__index__(), "__complex__": lambda self: complex(gather_global_value(self)),
     "to": to, "type": type_, "cpu": lambda self, *a, **k: to(self, "cpu"), "cuda": lambda self, *a, **k: to(self, "cuda"),
     "float": cast(torch.float32), "double": cast(torch.float64), "half": cast(torch.float16), "bfloat16": cast(torch.bfloat16), "int": cast(torch.int32),
     "long": cast(torch.int64), "short": cast(torch.int16), "char": cast(torch.int8), "byte": cast(torch.uint8), "bool": cast(torch.bool),

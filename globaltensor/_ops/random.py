@@ -26,8 +26,8 @@ from torch import Tensor
 from .._base import torch_private
 from .._base.overridable import shown, visible
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.strides import laid
-from .._tensor.view_tracking import written
+from .._tensor.strides import memory_order
+from .._tensor.view_tracking import finish_inplace
 from ..boxing import box
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import placeholder, world
@@ -36,7 +36,20 @@ from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from . import call_plan, dispatch
 
-__all__ = ["FILLS", "HANDLERS", "Fill", "claim", "draw", "filled", "holds", "keyed", "masked", "part", "run", "skip"]
+__all__ = [
+    "FILLS",
+    "HANDLERS",
+    "RandomFill",
+    "advance_key",
+    "draw_global",
+    "fill_local",
+    "owns_value",
+    "part",
+    "reserve_keys",
+    "run",
+    "run_with_key",
+    "zero_unless_owner",
+]
 
 #: Elements drawn at a time. A multiple of 16, because torch makes normal numbers in groups of 16.
 BLOCK: Final = 1 << 16
@@ -48,7 +61,7 @@ _write_seed = Struct("=Q").pack_into  # the state of a generator begins with its
 # ---------------------------------------------------------------------------------------------------------------- streams
 
 
-def mixed(z: int) -> int:
+def splitmix64(z: int) -> int:
     """splitmix64's finaliser: 64 bits that look unrelated for neighbouring ``z`` (Steele, Lea, Flood 2014)."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
@@ -70,7 +83,7 @@ def run(
     if generator is None:
         agree_on_seed()
     if generator is None and isinstance(world(), SimulatedWorld):
-        with _in_turn(_device_of(args)):
+        with _serialized(_device_of(args)):
             return _run(function, args, kwargs, coordinate, torch.default_generator)
     if placement is not None:
         world().history((placement,)).record(b"key %d" % (generator or torch.default_generator).initial_seed())
@@ -79,9 +92,9 @@ def run(
 
 def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], generator: torch.Generator) -> Any:
     key = generator.initial_seed()
-    seed = mixed(key)
+    seed = splitmix64(key)
     for c in coordinate:
-        seed = mixed(seed + c + 1 & _MASK)
+        seed = splitmix64(seed + c + 1 & _MASK)
     device = _device_of(args)
     # The numbers on an accelerator come from its own generator, but the key is the CPU's: one key for every rank, whatever its device.
     other = _accelerator(device) if generator is torch.default_generator and device.type != "cpu" else None
@@ -117,10 +130,10 @@ def agree_on_seed() -> None:
         torch.default_generator.set_state(state)
 
 
-def claim(count: int) -> int:
-    """Take the keys of the next ``count`` draws from torch's generator, for `keyed`: the first of them. Every rank takes them at the same point."""
+def reserve_keys(count: int) -> int:
+    """Take the keys of the next ``count`` draws from torch's generator, for `run_with_key`: the first of them. Every rank takes them at the same point."""
     agree_on_seed()
-    with _in_turn(torch.device("cpu")):
+    with _serialized(torch.device("cpu")):
         state = torch.default_generator.get_state()
         key = torch.default_generator.initial_seed()
         _write_seed(state.numpy(), 0, key + count * _STEP & _MASK)  # type: ignore[arg-type]
@@ -128,7 +141,7 @@ def claim(count: int) -> int:
     return key
 
 
-def keyed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], first: int, number: int) -> Any:
+def run_with_key(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], coordinate: Sequence[int], first: int, number: int) -> Any:
     """As `run`, but with key ``number`` of those claimed from ``first`` on, in whatever order and on whichever ranks: the generator stays as it is."""
     with _one_at_a_time if isinstance(world(), SimulatedWorld) else nullcontext():
         state = torch.default_generator.get_state()
@@ -141,7 +154,7 @@ def keyed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             torch.default_generator.set_state(was)
 
 
-def skip(generator: torch.Generator | None = None) -> None:
+def advance_key(generator: torch.Generator | None = None) -> None:
     """What a rank outside the placement does in place of ``run``: it draws nothing, but its key advances with the others'."""
     run(_nothing, (), {"generator": generator}, ())
 
@@ -171,7 +184,7 @@ _one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def _in_turn(device: torch.device) -> Iterator[None]:
+def _serialized(device: torch.device) -> Iterator[None]:
     """Simulated ranks are threads and share torch's generators: let them draw one after another, each from the state that all came with."""
     here = world()
     if not isinstance(here, SimulatedWorld) or here.size == 1:
@@ -195,7 +208,7 @@ def _in_turn(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Fill:
+class RandomFill:
     """One of torch's in-place random methods and its arguments: ``Fill("normal_", (0.0, 1.0))``."""
 
     name: str
@@ -214,7 +227,7 @@ class Fill:
 @lru_cache(maxsize=256)
 def _in_blocks(name: str, dtype: torch.dtype) -> bool:
     # Tried rather than known: it depends on the kernel. With MKL (Intel), bernoulli_ and exponential_ seed a stream of their own once a call.
-    fill, n = Fill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
+    fill, n = RandomFill(name, (0.5,) if name in ("bernoulli_", "geometric_") else ()), 2 * BLOCK + 3
     a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     with torch_private.real_tensors():
         whole, pieces = fill(torch.empty(n, dtype=dtype), a), torch.empty(n, dtype=dtype)
@@ -233,7 +246,7 @@ def _blocks(n: int) -> Iterator[tuple[int, int]]:
 
 
 @visible
-def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> Tensor:
+def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None = None) -> Tensor:
     """This rank's part of a tensor that ``fill`` fills -> a new local tensor; a placeholder outside the placement.
 
     Every rank of the world calls it, so that all generators move alike. Memory: the part and one block; the whole where the kernel knows no blocks.
@@ -244,7 +257,7 @@ def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> 
         return placeholder(spec)
     everything = inside and spec.local_shape(rank) == tuple(spec.shape)
     if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
-        return draw(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
+        return draw_global(spec, lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator), generator)
     with _turn(device, generator, spec):
         out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
         buffer = torch.empty(BLOCK + _GROUP, dtype=spec.dtype)
@@ -253,10 +266,10 @@ def filled(spec: Spec, fill: Fill, generator: torch.Generator | None = None) -> 
             block = fill(buffer[:length], generator)
             if inside:
                 _place(block, start, tuple(spec.shape), offsets, out)
-    return masked(out, spec) if inside else out
+    return zero_unless_owner(out, spec) if inside else out
 
 
-def draw(spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None) -> Tensor:
+def draw_global(spec: Spec, whole: Callable[[], Tensor], generator: torch.Generator | None = None) -> Tensor:
     """This rank's part of what ``whole()`` draws at once -> a local tensor of its own."""
     device = _device(spec)
     if device is None:
@@ -277,15 +290,15 @@ def part(whole: Tensor, spec: Spec) -> Tensor:
     out = whole
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         out = out.narrow(dim, offset, length)
-    return masked(whole if lengths == tuple(whole.shape) else out.clone(memory_format=torch.contiguous_format), spec)
+    return zero_unless_owner(whole if lengths == tuple(whole.shape) else out.clone(memory_format=torch.contiguous_format), spec)
 
 
-def masked(local: Tensor, spec: Spec) -> Tensor:
+def zero_unless_owner(local: Tensor, spec: Spec) -> Tensor:
     """The part itself where this rank holds the value, zeros elsewhere."""
-    return local if holds(spec) else torch.zeros_like(local)
+    return local if owns_value(spec) else torch.zeros_like(local)
 
 
-def holds(spec: Spec) -> bool:
+def owns_value(spec: Spec) -> bool:
     """Whether this rank holds the value of a part that is equal on all ranks of an axis that adds up: coordinate 0 does, for the sum to be the value."""
     where = spec.placement.coordinate(world().rank) or ()
     return not any(c and e.is_partial and e.reduce not in ("max", "min") for c, e in zip(where, spec.layout, strict=bool(where)))
@@ -327,7 +340,7 @@ def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -
     """Inside, a tensor of ``spec`` is filled. Its ranks compare the state of the generator: they must draw one sequence."""
     if generator is None:
         agree_on_seed()
-    with nullcontext() if generator is not None else _in_turn(device):
+    with nullcontext() if generator is not None else _serialized(device):
         here = world()
         if here.compares and not torch_private.recording.on:
             state = (generator or _accelerator(device) or torch.default_generator).get_state()
@@ -351,11 +364,11 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise InplaceError(
             f"{name} on a plain tensor cannot take a global argument: pass to_local() of the argument, or make the target global with to_global(placement, sbp)"
         )
-    call_plan.admit_signs(name, x)
+    call_plan.unpartial_norm_target(name, x)
     spec, local = x._spec, x._local
     rest = [_whole(name, a, spec) for a in rest]
-    fill = Fill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
-    strides = laid(x)
+    fill = RandomFill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
+    strides = memory_order(x)
     whole = tuple(local.shape) == tuple(spec.shape) and not any(e.is_partial for e in spec.layout) and spec.numel
     if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
         with _turn(local.device, generator, spec):
@@ -363,9 +376,13 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         with torch.no_grad():
             # In another order than row by row it takes the kernel that torch has for that, which knows no blocks.
-            value = filled(spec, fill, generator) if strides is None else draw(spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator)
+            value = (
+                fill_local(spec, fill, generator)
+                if strides is None
+                else draw_global(spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator)
+            )
         local.copy_(value)  # with gradients as they are: torch's own checks and its version counter apply
-    return written(x)
+    return finish_inplace(x)
 
 
 def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tensor:
@@ -403,7 +420,7 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like: Any = mean * std if isinstance(mean, Tensor) and isinstance(std, Tensor) else mean if isinstance(mean, Tensor) else std
     spec = like._spec.replace(layout=[e if e.is_split else like._spec.replicated().layout[0] for e in like._spec.layout])
     with torch.no_grad():
-        numbers = GlobalTensor.wrap(filled(spec, Fill("normal_", (0.0, 1.0)), generator), spec) * std + mean
+        numbers = GlobalTensor.wrap(fill_local(spec, RandomFill("normal_", (0.0, 1.0)), generator), spec) * std + mean
         return numbers if out is None else out.copy_(numbers)
 
 

@@ -24,7 +24,7 @@ from .._base.pytree import tensors_in
 from .._base.user_code import user_line as _line
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.promote import content_digest
-from ..distributed.communicator import Comm
+from ..distributed.communicator import Communicator
 from ..distributed.world import ProcessWorld, World, timeout, world
 from ..errors import DivergenceError, WorldError
 from ..sharding.placement import Placement
@@ -41,7 +41,7 @@ _UNSEEN: Final = frozenset({"__get__", "detach", "to_local", "backward"})  # the
 _serial = itertools.count()
 
 
-class _Did(NamedTuple):
+class OpRecord(NamedTuple):
     """An op, and the line of the program that called it."""
 
     placement: Placement
@@ -49,13 +49,13 @@ class _Did(NamedTuple):
     line: str
 
 
-class _Pace(TorchFunctionMode):
+class RankGuard(TorchFunctionMode):
     """What this rank has run under the guard."""
 
     def __init__(self, here: World, name: str) -> None:
         super().__init__()
         self._world, self._name = here, name
-        self._done: collections.deque[_Did] = collections.deque(maxlen=_KEPT)
+        self._done: collections.deque[OpRecord] = collections.deque(maxlen=_KEPT)
         self._digests: dict[Placement, tuple[int, bytes]] = {}
         #: By the ranks that hold the same part: how many operands were seen, a digest of their values, and the last ones by text.
         self._replicas: dict[tuple[int, ...], tuple[int, bytes, collections.deque[tuple[str, str]]]] = {}
@@ -81,7 +81,7 @@ class _Pace(TorchFunctionMode):
             placement = given[0].placement
             count, digest = self._digests.get(placement, (0, b""))
             self._digests[placement] = count + 1, hashlib.blake2b(digest + what.encode(), digest_size=8).digest()
-            self._done.append(_Did(placement, _cut(what), _line()))
+            self._done.append(OpRecord(placement, _cut(what), _line()))
         return out
 
     def _see(self, name: str, operands: Sequence[GlobalTensor]) -> None:
@@ -100,7 +100,7 @@ class _Pace(TorchFunctionMode):
             last.append((f"operand {i} of {name} {x._spec!r} ({known[1].hex()})", _line()))
             self._replicas[group] = count + 1, hashlib.blake2b(digest + known[1], digest_size=8).digest(), last
 
-    def meet(self, comm: Comm, kind: str) -> None:
+    def meet(self, comm: Communicator, kind: str) -> None:
         """Compare with the other ranks of a collective, before it. Raises WorldError where they differ, or do not come."""
         if comm.size == 1 or self._busy:
             return
@@ -128,7 +128,7 @@ class _Pace(TorchFunctionMode):
                 self._world.forget()
                 raise DivergenceError(_replicas_apart(first, reference, rank, other))
 
-    def _told(self, comm: Comm, mine: dict[str, Any]) -> list[Any]:
+    def _told(self, comm: Communicator, mine: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
             return comm.all_gather_unchecked(mine)
         self._say(mine)
@@ -238,7 +238,7 @@ def guard() -> Iterator[None]:
     ...     _ = flow.ones(4, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0)).sum()
     """
     here = world()
-    pace, before = _Pace(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""), (here.pace, torch_private.recording.looks)
+    pace, before = RankGuard(here, f"pace{next(_serial)}" if isinstance(here, ProcessWorld) else ""), (here.pace, torch_private.recording.looks)
     here.pace, torch_private.recording.looks = pace, True
     try:
         with pace:

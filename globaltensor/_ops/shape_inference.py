@@ -16,7 +16,7 @@ from .._base.pytree import replaced, tensors_in
 from ..distributed.world import world
 from ..sharding.spec import Spec
 
-__all__ = ["check_dtypes", "on_meta", "operands_among", "remembering"]
+__all__ = ["check_dtypes", "infer_outputs", "memoized", "operands_among"]
 
 _MOST = 1 << 20  # elements of operands that a call is tried with
 _MOST_TRIED = 1 << 16  # elements of operands whose dtypes are tried as they are
@@ -34,7 +34,7 @@ _known = _Known()
 
 
 @contextlib.contextmanager
-def remembering(found: dict[Any, Found]) -> Iterator[None]:
+def memoized(found: dict[Any, Found]) -> Iterator[None]:
     """Inside, a call is tried once for operands of the same shapes, however they lie, and what came out is kept in ``found``."""
     before, _known.found = _known.found, found
     try:
@@ -43,7 +43,7 @@ def remembering(found: dict[Any, Found]) -> Iterator[None]:
         _known.found = before
 
 
-def on_meta(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def infer_outputs(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Run the function on meta tensors of the global shapes -> (result tensors, result); None where torch has no meta kernel for it."""
     known = _known.found
     if known is None or torch_private.any_autocast():
@@ -88,7 +88,7 @@ def _tried(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
         # There is no such kernel; or the result depends on values.
         if isinstance(error, NotImplementedError) or "on meta tensors" in str(error) or torch_private.lacks_fake(func, error):
             return None, None
-        tried, own = _alone(func, specs, args, kwargs)
+        tried, own = _try_on_cpu(func, specs, args, kwargs)
         if tried and own is None and isinstance(error, AssertionError):
             return None, None  # the kernel for meta tensors takes less; where it refuses in words, the other may not look (attention: as many keys as values)
         raise own or (RuntimeError(str(error)) if isinstance(error, AssertionError) else error) from None
@@ -125,11 +125,11 @@ def check_dtypes(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs
 
 
 def operands_among(results: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-    """Return for each tensor that `on_meta` gave the position of the operand that it is, if the function returns that itself."""
+    """Return for each tensor that `infer_outputs` gave the position of the operand that it is, if the function returns that itself."""
     return tuple(t.__dict__.get("operand") for t in results)
 
 
-def _alone(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Exception | None]:
+def _try_on_cpu(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Exception | None]:
     """(whether the call could be tried on one device, what was raised): kernels for meta tensors are written in Python, and word some refusals otherwise."""
     if sum(s.numel for s in specs) > _MOST or any(s.placement.type != "cpu" for s in specs):
         return False, None

@@ -19,9 +19,9 @@ from ..distributed.world import world
 from ..errors import SbpError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
-from .gradients.reducer import reducer, watch
+from .gradients.reducer import observe_gradients, reducer
 from .gradients.watchers import Watcher
-from .view_tracking import share
+from .view_tracking import link_alias
 
 __all__ = ["adopt", "carry", "grad_fn", "install", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
 
@@ -143,7 +143,7 @@ def retain_grad(self: GlobalTensor) -> None:
     self._local.retain_grad()
     if not self._local.is_leaf:
         _record("retain_grad", self)
-        watch(self._local)
+        observe_gradients(self._local)
 
 
 def grad_fn(self: GlobalTensor) -> Any:
@@ -196,14 +196,14 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     parts = identity(*[t._local if isinstance(t, GlobalTensor) else t for t in tensors])
     computed = next((part for part in parts if part.grad_fn is not None), None)  # all by one node
     if computed is not None:
-        watch(computed)
+        observe_gradients(computed)
     duals = [t._spec.dual() if isinstance(t, GlobalTensor) else None for t in tensors]
     outs = []
     for t, part in zip(tensors, parts, strict=True):
         if isinstance(t, GlobalTensor):
             out = GlobalTensor.wrap(part, t._spec)
             out._pinned = t._pinned
-            share(t, out)
+            link_alias(t, out)
             if part.grad_fn is not None:
                 out.__dict__["_node"] = _Node(part.grad_fn, duals)
             outs.append(out)

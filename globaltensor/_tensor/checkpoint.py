@@ -17,7 +17,7 @@ from ..distributed.world import placeholder, world
 from ..errors import PartError, SbpError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
-from ..sharding.spec import Spec, made, stored
+from ..sharding.spec import Spec, _rebuild_spec, _rebuild_storage_spec
 from .global_tensor import GlobalTensor
 from .serialization import GATHERED, rebuild_global_tensor
 from .storage import is_whole
@@ -221,7 +221,7 @@ def install() -> None:
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]
-    torch.serialization.add_safe_globals([rebuild_global_tensor, made, stored, Placement, Sbp])
+    torch.serialization.add_safe_globals([rebuild_global_tensor, _rebuild_spec, _rebuild_storage_spec, Placement, Sbp])
 
 
 install()

@@ -12,9 +12,9 @@ from .._base.refusals import collective_message, kernel_message
 from ..errors import KernelError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
-from ..sharding.spec import Spec, Stored
+from ..sharding.spec import Spec, StorageSpec
 
-__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "GlobalTensor", "Memory", "SlottedGlobalTensor"]
+__all__ = ["ORDINARY", "REFUSED", "SEEN_AS", "AliasGroup", "GlobalTensor", "SlottedGlobalTensor"]
 
 #: Classes of which ``x.to(cls)`` is ``cls(x)`` (``nn.graph.GraphTensor``).
 SEEN_AS: set[type] = set()
@@ -24,7 +24,7 @@ SEEN_AS: set[type] = set()
 REFUSED: dict[Any, Callable[[Any], None]] = {}
 
 
-class Memory:
+class AliasGroup:
     """What tensors have in common that show one another's values: how often one of them has been written into (_tensor/view_tracking.py)."""
 
     __slots__ = ("viewed", "writes")
@@ -43,12 +43,12 @@ class GlobalTensor(torch.Tensor):
 
     _local: torch.Tensor
     _spec: Spec
-    _memory: Memory | None  # None: nothing else shows what it holds
+    _memory: AliasGroup | None  # None: nothing else shows what it holds
     _leaf: Any = None  # the gradient of a leaf that other ranks contribute to (reducer.LeafGradient)
     _pinned: bool = False  # the user has said how it lies (to_global, creation): in-place ops must not change that
     _reduce_dtype: torch.dtype | None = None  # in which its gradient is summed over the ranks (reducer.reduce_dtype)
-    _shard: Stored | None = None  # of a parameter that lies whole: what of it this rank's optimizer steps (optim/zero.py)
-    _grad_shard: Stored | None = None  # and how its gradient is kept
+    _shard: StorageSpec | None = None  # of a parameter that lies whole: what of it this rank's optimizer steps (optim/zero.py)
+    _grad_shard: StorageSpec | None = None  # and how its gradient is kept
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:

@@ -18,9 +18,9 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import BARE, Kind, described, kind_of, refuse
-from .gradients.reducer import watch
+from .gradients.reducer import observe_gradients
 
-__all__ = ["check_replicated", "content_digest", "operand_spec", "promote"]
+__all__ = ["check_replicated", "content_digest", "operand_spec", "promote_plain_tensor"]
 
 _ALWAYS_CHECKED = 16  # uses of a plain tensor at one place
 _MAX_PLACES = 1 << 14  # in the program, that are counted
@@ -56,7 +56,7 @@ def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Sp
     return Spec.make(tensor.shape, tensor.dtype, placement, [broadcast] * placement.axes)
 
 
-def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True) -> torch.Tensor:
+def promote_plain_tensor(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True) -> torch.Tensor:
     """Return the local tensor of a broadcast global one from a plain tensor among global ones. ``purpose`` says what it is used for, in errors.
 
     Raises DivergenceError or KindError, on every rank, if ranks hold different values or kinds (`check_replicated`), and KernelError inside a transform of
@@ -67,7 +67,7 @@ def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
     if spec.placement.coordinate(here.rank) is None:
         nothing = placeholder(spec.replace(dtype=tensor.dtype)).requires_grad_(graph)
         if graph:
-            watch(nothing)
+            observe_gradients(nothing)
         return nothing
     if checked and here.compares and len(spec.placement.flat) > 1 and spec.placement.type != "meta":
         check_replicated(tensor, spec.placement, purpose)
@@ -75,7 +75,7 @@ def promote(tensor: torch.Tensor, spec: Spec, purpose: str, checked: bool = True
         tensor = tensor.to(here.device(spec.placement.type))
     if graph:
         entered = _ReplicatedInput.apply(tensor, spec)
-        watch(entered)
+        observe_gradients(entered)
         return entered  # type: ignore[no-any-return]
     return tensor
 

@@ -18,7 +18,7 @@ from ..distributed.world import placeholder, world
 from ..errors import PartError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
-from ..sharding.spec import Spec, Stored
+from ..sharding.spec import Spec, StorageSpec
 from .global_tensor import GlobalTensor
 from .set_data import set_requires_grad
 from .storage import is_whole
@@ -84,7 +84,7 @@ def _header(spec: Spec) -> dict[str, Any]:
     """Return what is a part of what, in types that any version of this library can read. A process that is being started with it is this rank's helper (a
     data loader's worker), which needs what this rank has."""
     here = world()
-    kept = {"shown": _layout(spec.shown), "axes": list(spec.axes)} if isinstance(spec, Stored) else {}
+    kept = {"shown": _layout(spec.shown), "axes": list(spec.axes)} if isinstance(spec, StorageSpec) else {}
     who = {"rank": here.rank, "world": here.size, "helper": get_spawning_popen() is not None}
     return {"version": 1, "shape": list(spec.shape), "dtype": spec.dtype, **who, **_layout(spec), **kept}
 
@@ -98,7 +98,7 @@ def _spec(header: _Header) -> Spec:
     def made(told: _Header) -> Spec:
         return Spec.make(header["shape"], header["dtype"], Placement(told["type"], told["ranks"]), [Sbp(*entry) for entry in told["sbp"]])
 
-    return Stored.of(made(header), made(header["shown"]), header["axes"]) if "shown" in header else made(header)
+    return StorageSpec.of(made(header), made(header["shown"]), header["axes"]) if "shown" in header else made(header)
 
 
 def _fitting(header: _Header) -> Spec:

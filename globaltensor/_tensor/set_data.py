@@ -18,9 +18,9 @@ from . import autograd_hooks, compiler_guard
 from .global_tensor import GlobalTensor
 from .grad import get_grad, set_grad
 from .gradients import parameter_gather, reducer
-from .promote import operand_spec, promote
-from .strides import carry_note, forget_note
-from .view_tracking import MovedView, share, twin
+from .promote import operand_spec, promote_plain_tensor
+from .strides import copy_noted_strides, forget_note
+from .view_tracking import RemoteView, alias_of, link_alias
 
 __all__ = ["become_global", "become_plain", "laid_out_like", "replace_local", "set_", "set_data", "set_requires_grad"]
 
@@ -28,7 +28,7 @@ __all__ = ["become_global", "become_plain", "laid_out_like", "replace_local", "s
 def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False) -> None:
     """A leaf that lies as maxima, minima or norms of parts is brought together first: the gradient of a part is not that of the value. ``maybe_alone``:
     other ranks may not be making it (a file that is read, a copy)."""
-    if value and isinstance(self, MovedView) and self._local.is_leaf:
+    if value and isinstance(self, RemoteView) and self._local.is_leaf:
         self.cut()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
     if value and self._local.is_leaf and layout != list(self._spec.layout):
@@ -54,11 +54,11 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
 
 @functools.partial(visible, alone=lambda x: x.data)
 def data(self: GlobalTensor) -> GlobalTensor:
-    if isinstance(self, MovedView):
-        return twin(self, detached=True)
+    if isinstance(self, RemoteView):
+        return alias_of(self, detached=True)
     out = GlobalTensor.wrap(self._local.data, self._spec)  # autograd does not see what is written into it
-    share(self, out, viewed=False)
-    carry_note(self, out)
+    link_alias(self, out, viewed=False)
+    copy_noted_strides(self, out)
     return out
 
 
@@ -70,7 +70,7 @@ def laid_out_like(like: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
     shown = like._spec.shown
     whole = operand_spec(value, shown.placement, "a plain tensor laid out")
     spec = whole.replace(layout=fitting(shown.layout, value.dim()))
-    return GlobalTensor.wrap(box(promote(value, whole, "a plain tensor laid out"), whole, spec, why="a plain tensor laid out", alias=False), spec)
+    return GlobalTensor.wrap(box(promote_plain_tensor(value, whole, "a plain tensor laid out"), whole, spec, why="a plain tensor laid out", alias=False), spec)
 
 
 def set_data(self: GlobalTensor, value: Any) -> None:
@@ -83,11 +83,11 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     if value._spec is not self._spec and value._spec.shown is self._spec.shown:
         value = GlobalTensor.wrap(box(value._local.detach(), value._spec, self._spec, why=".data", alias=False), self._spec)
     world().history((self._spec.shown.placement,)).record(b"set data" + self._spec.text + value._spec.text)
-    parameter_gather.forget()
-    if isinstance(self, MovedView):
+    parameter_gather.reset_prefetch()
+    if isinstance(self, RemoteView):
         self.cut()
     forget_note(self)
-    carry_note(value, self)
+    copy_noted_strides(value, self)
     if value._local.dtype is self._local.dtype and value._spec is self._spec:
         self._local.data = value._local.detach()
         return

@@ -17,7 +17,7 @@ from ..distributed.world import world
 from ..errors import InterfaceError, StorageError
 from ..sharding.spec import Spec
 from .global_tensor import REFUSED, GlobalTensor
-from .view_tracking import MovedView
+from .view_tracking import RemoteView
 
 __all__ = ["HANDLERS", "METHODS", "Address", "StorageHandle", "install", "is_whole", "refuse_parts"]
 
@@ -152,7 +152,7 @@ class StorageHandle:
 
 def _base(x: GlobalTensor) -> GlobalTensor:
     """What a view is of that had to move its data. (Its own part may be one that it would have to ask others for.)"""
-    while isinstance(x, MovedView):
+    while isinstance(x, RemoteView):
         x = x.__dict__["_origin"][0]
     return x
 
@@ -169,7 +169,7 @@ def data_ptr(self: GlobalTensor) -> Any:
     local = _base(self)._local
     if local.is_meta:
         return 0  # as of every tensor on that device
-    offset = 0 if isinstance(self, MovedView) else local.storage_offset() * local.element_size()
+    offset = 0 if isinstance(self, RemoteView) else local.storage_offset() * local.element_size()
     return Address(torch_private.storage_key(local) + offset, self._spec)
 
 

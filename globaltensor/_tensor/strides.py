@@ -20,11 +20,23 @@ import torch
 
 from .._base import torch_private
 from ..distributed.world import world
-from ..sharding.spec import Spec, nested
+from ..sharding.spec import Spec, nested_balanced_split
 from .global_tensor import ORDINARY, GlobalTensor
 
 __all__ = [
-    "Note", "base_note", "by_rows", "carry_note", "differ", "forget_note", "is_contiguous", "laid", "note", "note_of", "part_tells", "permutes", "results",
+    "Note",
+    "base_note",
+    "by_rows",
+    "copy_noted_strides",
+    "differ",
+    "forget_note",
+    "is_contiguous",
+    "memory_order",
+    "note_of",
+    "note_strides",
+    "part_tells",
+    "permutes",
+    "results",
     "stride",
 ]  # fmt: skip
 
@@ -40,7 +52,7 @@ class Note(NamedTuple):
 def differ(spec: Spec) -> bool:
     """Return True if parts may answer differently: some part is empty, or has one element of a dim of which others have more."""
     for d, n in enumerate(spec.shape):
-        sizes = {length for _, length in nested(n, spec.chain(d))} if n else {1}
+        sizes = {length for _, length in nested_balanced_split(n, spec.chain(d))} if n else {1}
         if 0 in sizes or (1 in sizes and n > 1 and len(sizes) > 1):
             return True
     return False
@@ -50,7 +62,9 @@ def differ(spec: Spec) -> bool:
 def hidden(spec: Spec) -> bool:
     """Return True if parts may not tell in which order dims stand: they `differ`, or all have one element of a dim. The latter counts for matrices only: in
     more dims what the parts tell is mostly right, and calls on them keep their pace."""
-    return differ(spec) or (len(spec.shape) == 2 and any(n > 1 and {length for _, length in nested(n, spec.chain(d))} == {1} for d, n in enumerate(spec.shape)))
+    return differ(spec) or (
+        len(spec.shape) == 2 and any(n > 1 and {length for _, length in nested_balanced_split(n, spec.chain(d))} == {1} for d, n in enumerate(spec.shape))
+    )
 
 
 def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -> bool:
@@ -63,7 +77,7 @@ def permutes(taken: Sequence[Hashable], given: Sequence[Hashable], spec: Spec) -
 # ---------------------------------------------------------------------------------------------------------------- notes
 
 
-def note(x: GlobalTensor, strides: Note) -> None:
+def note_strides(x: GlobalTensor, strides: Note) -> None:
     x.__dict__["_strides"] = strides
 
 
@@ -71,7 +85,7 @@ def note_of(x: GlobalTensor) -> Note | None:
     return x.__dict__.get("_strides")
 
 
-def carry_note(source: GlobalTensor, other: GlobalTensor) -> None:
+def copy_noted_strides(source: GlobalTensor, other: GlobalTensor) -> None:
     """``other`` shows what ``source`` does."""
     if (found := source.__dict__.get("_strides")) is not None:
         other.__dict__["_strides"] = found
@@ -106,7 +120,7 @@ def base_note(x: GlobalTensor, decides: bool) -> Note:
     if x._memory is None and type(x) in ORDINARY and (decides or x._pinned):
         _lay_by_rows(x)
         found = Note(by_rows(x.shape), True)
-        note(x, found)
+        note_strides(x, found)
         return found
     return Note(by_rows(x.shape), False)
 
@@ -188,7 +202,7 @@ def is_contiguous(self: GlobalTensor, memory_format: torch.memory_format = torch
     return _on_meta(self, by_rows(self.shape) if found is None else found.strides).is_contiguous(memory_format=memory_format)
 
 
-def laid(x: GlobalTensor) -> tuple[int, ...] | None:
+def memory_order(x: GlobalTensor) -> tuple[int, ...] | None:
     """Strides in which one device would hold the values of ``x``, which is written into in that order. None: row by row, or a rank outside the placement has to
     keep step, which cannot tell."""
     spec = x._spec

@@ -18,34 +18,34 @@ import torch
 from .._base import torch_private
 from ..boxing import box
 from ..sharding.spec import Spec
-from .global_tensor import GlobalTensor, Memory, SlottedGlobalTensor
-from .strides import carry_note
+from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
+from .strides import copy_noted_strides
 
-__all__ = ["MovedView", "aliased", "refresh", "share", "shown_elsewhere", "touched", "twin", "written"]
+__all__ = ["RemoteView", "alias_of", "finish_inplace", "has_aliases", "has_partial_alias", "link_alias", "mark_written", "refresh_view"]
 
 _KEPT: Any = SlottedGlobalTensor.__dict__["_local"]
 
 
-def share(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
+def link_alias(source: GlobalTensor, out: GlobalTensor, viewed: bool = True) -> None:
     """``out`` shows what ``source`` holds, and is told of writes. ``viewed``: it is a view (a detached tensor is let go its own way)."""
     memory = source._memory
     if memory is None:
-        memory = source._memory = Memory()
+        memory = source._memory = AliasGroup()
     memory.viewed = memory.viewed or viewed
     out._memory = memory
 
 
-def aliased(x: GlobalTensor) -> bool:
+def has_aliases(x: GlobalTensor) -> bool:
     """Whether it is a view, or the base of one, that would not follow if its part were exchanged for another."""
-    return x._memory is not None and x._memory.viewed and not isinstance(x, MovedView)
+    return x._memory is not None and x._memory.viewed and not isinstance(x, RemoteView)
 
 
-def shown_elsewhere(x: GlobalTensor) -> bool:
+def has_partial_alias(x: GlobalTensor) -> bool:
     """Whether it lies as parts of a sum that another tensor may show as well, a view or a detached one: what is written into it has to stay parts."""
-    return x._memory is not None and not isinstance(x, MovedView) and all(e.reduce in ("", "sum") for e in x._spec.layout)
+    return x._memory is not None and not isinstance(x, RemoteView) and all(e.reduce in ("", "sum") for e in x._spec.layout)
 
 
-def touched(x: Any) -> None:
+def mark_written(x: Any) -> None:
     """``x`` has been written into, by something that did not ask whether it is a view."""
     if isinstance(x, GlobalTensor) and x._memory is not None:
         x._memory.writes += 1
@@ -55,7 +55,7 @@ def touched(x: Any) -> None:
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
 
 
-class MovedView(SlottedGlobalTensor):
+class RemoteView(SlottedGlobalTensor):
     """What a view function gave of another tensor by moving data."""
 
     __slots__ = ()
@@ -64,9 +64,9 @@ class MovedView(SlottedGlobalTensor):
     def of(local: torch.Tensor, spec: Spec, source: GlobalTensor, taken: Callable[[GlobalTensor], GlobalTensor], index: Any = None) -> GlobalTensor:
         """``taken(source)``, whose part here is ``local``. ``index``: where that is ``source[index]``."""
         # With a gradient where the view has one: it must not keep alive what led to its base.
-        origin = twin(source, not local.requires_grad), taken, index, torch.is_grad_enabled()
-        out = torch_private.make_wrapper(MovedView, spec.shape, dtype=spec.dtype, device=local.device)
-        share(source, out)
+        origin = alias_of(source, not local.requires_grad), taken, index, torch.is_grad_enabled()
+        out = torch_private.make_wrapper(RemoteView, spec.shape, dtype=spec.dtype, device=local.device)
+        link_alias(source, out)
         out._spec = spec
         out.follow(local, origin)
         return cast(GlobalTensor, out)
@@ -96,7 +96,7 @@ class MovedView(SlottedGlobalTensor):
     def detach_origin(self) -> None:
         """From now on neither it nor what it shows has gradients."""
         source, taken, index, _ = self.__dict__["_origin"]
-        self.follow(self._local.detach(), (twin(source, detached=True), taken, index, False))
+        self.follow(self._local.detach(), (alias_of(source, detached=True), taken, index, False))
 
     def cut(self) -> None:
         """From now on it is a tensor by itself."""
@@ -118,29 +118,29 @@ class MovedView(SlottedGlobalTensor):
         self.follow(local, origin)
 
 
-def twin(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
+def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     """Another tensor that shows the same."""
     local = x._local.detach() if detached else x._local
-    if isinstance(x, MovedView):
+    if isinstance(x, RemoteView):
         source, taken, index, _ = x.__dict__["_origin"]
         with torch.set_grad_enabled(not detached):
-            return MovedView.of(local, x._spec, source, taken, index)
+            return RemoteView.of(local, x._spec, source, taken, index)
     # (torch.nn.Parameter wants what is detached to be of the same class.)
     out = GlobalTensor.without_slots(local, x._spec) if type(x) is GlobalTensor else GlobalTensor.wrap(local, x._spec)
-    share(x, out, viewed=False)
-    carry_note(x, out)
+    link_alias(x, out, viewed=False)
+    copy_noted_strides(x, out)
     return out
 
 
-def refresh(x: Any) -> None:
+def refresh_view(x: Any) -> None:
     """A view that had to move data shows from now on what its base holds. Collective where that has been written into."""
-    if isinstance(x, MovedView):
+    if isinstance(x, RemoteView):
         x._local  # noqa: B018
 
 
-def written(target: GlobalTensor) -> GlobalTensor:
+def finish_inplace(target: GlobalTensor) -> GlobalTensor:
     """``target`` has been written into: its views are told, and where it is itself one that had to move data, so is its base."""
-    if isinstance(target, MovedView):
+    if isinstance(target, RemoteView):
         target.write_on()
     elif target._memory is not None:
         target._memory.writes += 1

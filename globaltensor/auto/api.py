@@ -23,12 +23,12 @@ from ..parallel.parallelize import PLANS
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
-from .cost.strategies import fills
-from .gc_pause import uncollected
-from .inter_op.predict import on_a_clock
-from .inter_op.search import everything
+from .cost.strategies import gives_every_rank_data
+from .gc_pause import gc_paused
+from .inter_op.predict import simulate_plan
+from .inter_op.search import search_pipelines
 from .intra_op.formulate import Options, formulate
-from .intra_op.search import Found, compare, data_parallel, glance, search
+from .intra_op.search import SearchResult, compare, data_parallel, glance, search
 from .ir.op_graph import Calls
 from .ir.trace import calls_of_model, captured_calls
 from .plan.plan import Plan, PlanError
@@ -36,7 +36,7 @@ from .plan.plan import Plan, PlanError
 __all__ = ["calls_of", "cluster_of", "mesh_of", "nbytes", "plan", "recipes_of"]
 
 
-@uncollected()
+@gc_paused()
 def plan(
     model_or_graph: Any,
     example_inputs: Any,
@@ -113,7 +113,7 @@ def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options
     def calls_at(n: int) -> Calls:
         return calls if n == rows else calls_of_model(model, *_of_batch(given, n), cluster.device)
 
-    done = everything(calls_at, rows, cluster, None, options, None, left(_BROAD))
+    done = search_pipelines(calls_at, rows, cluster, None, options, None, left(_BROAD))
     found = _on_meshes(done, calls, cluster, options, left)
     known = found.formulation if found is not None else formulate(calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options)
     ways = {"data parallel": data_parallel(calls, known.mesh), **recipes_of(model, calls, known.mesh)}
@@ -124,7 +124,7 @@ def _of_everything(model: torch.nn.Module, given: Any, cluster: Cluster, options
     choices = {"mesh": list(plan.mesh), "stages": [_stage(plan)], "micro_batches": 1, "schedule": None, "recompute": [], "zero": {}, "batch": rows}
     plan = dataclasses.replace(plan, choices={**choices, **plan.choices}, search={**done.search, **plan.search}, alternatives=others)
     plan = dataclasses.replace(plan, lost=tuple(dict.fromkeys((*done.lost, *plan.lost))))
-    run = on_a_clock(plan, cluster)
+    run = simulate_plan(plan, cluster)
     return dataclasses.replace(plan, seconds=run.seconds, timeline=run.trace())
 
 
@@ -140,7 +140,7 @@ def _single(plan: Plan) -> bool:
     return len(plan.choices["stages"]) == 1 and plan.choices["micro_batches"] == 1 and not plan.choices["recompute"] and not plan.choices["zero"]
 
 
-def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock) -> Found | None:
+def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock) -> SearchResult | None:
     """The plan on one mesh, by the solver, that is to take the place of ``done``, if any. Its bound is that of all meshes and pipelines.
 
     The solver knows the mesh as a whole, and what the runtime gathers together. So a plan on one mesh is its plan there; and, unless the problem is large, it
@@ -149,7 +149,7 @@ def _on_meshes(done: Plan, calls: Calls, cluster: Cluster, options: Options, lef
     nodes = len(calls.calls) + len(calls.parameters)
     bounds = {tuple(shape): bound for bound, shape in done.search["computing_of_meshes" if nodes <= _SMALL else "bounds_of_meshes"]}
     first, large = [done.mesh] if _single(done) else [], nodes > _LARGE
-    best: Found | None = None
+    best: SearchResult | None = None
     least = min(done.cost, done.seconds)
     for shape in first + sorted((shape for shape in bounds if shape not in first), key=bounds.__getitem__):
         if shape not in first and (large or bounds[shape] >= least):
@@ -276,6 +276,6 @@ def recipes_of(model: Any, calls: Calls, mesh: Placement) -> Mapping[str, Any]:
                 if value is None:
                     continue
                 layout = tuple(recipe.sbp(path, t) for recipe in recipes)
-                fixed[prefix + path] = (layout if fills(value.shape, layout, mesh) else (broadcast,) * len(mesh.shape),)
+                fixed[prefix + path] = (layout if gives_every_rank_data(value.shape, layout, mesh) else (broadcast,) * len(mesh.shape),)
         out[name] = fixed
     return out

@@ -2,8 +2,8 @@
 
 from .autograd import box
 from .explain import explain_boxing
-from .log import Boxing, Exchange, boxing_log, check, forbidden, no_boxing
+from .log import BoxingRecord, ExchangeRecord, boxing_log, check, forbidden, no_boxing
 from .moves import Move
-from .planner import Plan, plan
+from .planner import BoxingPlan, plan_boxing
 
-__all__ = ["Boxing", "Exchange", "Move", "Plan", "box", "boxing_log", "check", "explain_boxing", "forbidden", "no_boxing", "plan"]
+__all__ = ["BoxingPlan", "BoxingRecord", "ExchangeRecord", "Move", "box", "boxing_log", "check", "explain_boxing", "forbidden", "no_boxing", "plan_boxing"]

@@ -19,8 +19,8 @@ from ..errors import BoxingError
 from ..sharding.sbp import broadcast, partial_sum
 from ..sharding.spec import Spec
 from .execute import run
-from .log import Boxing, current_logs, watch
-from .planner import Plan, plan
+from .log import BoxingRecord, current_logs, record_boxing
+from .planner import BoxingPlan, plan_boxing
 
 __all__ = ["box"]
 
@@ -42,12 +42,12 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
         return _differentiable(local, src, dst, grad, why, alias)
-    route = plan(src, dst)
-    watch(route, why)
+    route = plan_boxing(src, dst)
+    record_boxing(route, why)
     return _run(route, local, alias, why)
 
 
-def _run(route: Plan, local: Tensor, alias: bool, why: str) -> Tensor:
+def _run(route: BoxingPlan, local: Tensor, alias: bool, why: str) -> Tensor:
     out = run(route, local, why)
     if not alias and out.numel() and storage_key(out) == storage_key(local):
         return out.clone(memory_format=torch.contiguous_format)
@@ -61,12 +61,12 @@ def _differentiable(local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why:
     local, src = _settle(local, src, dst, why, logs)
     if src is dst and grad is None:
         return local
-    route = plan(src, dst)
-    watch(route, why)
+    route = plan_boxing(src, dst)
+    record_boxing(route, why)
     return _Box.apply(local, route, grad, why, alias, logs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxing], ...]) -> tuple[Tensor, Spec]:
+def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]) -> tuple[Tensor, Spec]:
     """Reduce the partial maxima, minima and norms that do not stay what they are. The last axes reduce first."""
     while odd := [a for a, e in enumerate(src.layout) if e.kind == "partial" and e is not partial_sum]:
         if src.placement is dst.placement and all(src.layout[a] is dst.layout[a] for a in odd):
@@ -75,8 +75,8 @@ def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxi
         entry = src.layout[partial[-1]]
         group = [a for i, a in enumerate(partial) if all(src.layout[b] is entry for b in partial[i:])]
         settled = src.replace(layout=[broadcast if a in group else e for a, e in enumerate(src.layout)])
-        route = plan(src, settled)
-        watch(route, why)
+        route = plan_boxing(src, settled)
+        record_boxing(route, why)
         if entry is partial_sum:
             local = _Box.apply(local, route, None, why, True, logs)  # type: ignore[no-untyped-call]
         else:
@@ -85,22 +85,22 @@ def _settle(local: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxi
     return local, src
 
 
-def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[Boxing], ...]) -> Tensor:
+def _back(gradient: Tensor, src: Spec, dst: Spec, why: str, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
     """Box a gradient; differentiable where it is asked for (create_graph)."""
     if src is dst:
         return gradient
     if gradient.requires_grad and torch.is_grad_enabled():
         return _differentiable(gradient, src, dst, None, why, True)
-    route = plan(src, dst)
-    watch(route, why, logs)
+    route = plan_boxing(src, dst)
+    record_boxing(route, why, logs)
     return run(route, gradient, why)
 
 
-def _crosses(route: Plan) -> bool:
+def _crosses(route: BoxingPlan) -> bool:
     return route.src.placement is not route.dst.placement
 
 
-def _agree(gradient: Tensor, route: Plan, placeholder: tuple[Tensor, ...]) -> Tensor:
+def _agree(gradient: Tensor, route: BoxingPlan, placeholder: tuple[Tensor, ...]) -> Tensor:
     """Let a rank that only sent its part know whether the gradient, which it does not see, is itself differentiated (create_graph).
 
     If so its empty share is tied to the placeholder that stands for the result here: so this rank goes the same way in the second backward.
@@ -122,7 +122,7 @@ class _Box(torch.autograd.Function):
     """Linear boxing. Applied to one local tensor; the rest are constants."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: Plan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[Boxing], ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, route: BoxingPlan, grad: Spec | None, why: str, alias: bool, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
         ctx.route, ctx.grad, ctx.why, ctx.logs = route, grad, why, logs
         out = _run(route, local, alias, why)
         ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
@@ -149,7 +149,7 @@ class _Extreme(torch.autograd.Function):
     """A partial max or min to broadcast. The gradient goes to the ranks whose value is the result, in equal shares."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: Plan, logs: tuple[list[Boxing], ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
@@ -161,7 +161,7 @@ class _Extreme(torch.autograd.Function):
             axes = [a for a, e in enumerate(route.src.layout) if e is not route.dst.layout[a]]
             mine = (local == out).to(out.dtype)
             ones = route.dst.replace(layout=[partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)])
-            ctx.save_for_backward(mine / run(plan(ones, _plain(route.dst)), mine))
+            ctx.save_for_backward(mine / run(plan_boxing(ones, _plain(route.dst)), mine))
         return out
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Norm(torch.autograd.Function):
     """A partial p-norm to broadcast: d y / d n_r = (n_r / y)^(p-1), and 0 where y is 0."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, route: Plan, logs: tuple[list[Boxing], ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, route: BoxingPlan, logs: tuple[list[BoxingRecord], ...]) -> Tensor:
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
@@ -194,7 +194,7 @@ class _Norm(torch.autograd.Function):
         return whole * (ratio.sign() * ratio.abs().pow(ctx.p - 1)), None, None
 
 
-def _reduced(route: Plan) -> Spec:
+def _reduced(route: BoxingPlan) -> Spec:
     """Where the gradient of the reduced tensor is whole: the dual of the source, whose dual of an odd partial is broadcast."""
     return route.src.dual()
 
@@ -204,5 +204,5 @@ def _plain(spec: Spec) -> Spec:
     return spec.replace(layout=[broadcast if e.kind == "partial" else e for e in spec.layout])
 
 
-def _outside(local: Tensor, route: Plan) -> bool:
+def _outside(local: Tensor, route: BoxingPlan) -> bool:
     return world().rank not in route.src.placement._coordinates

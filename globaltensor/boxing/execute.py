@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..distributed.world import World, world
-from .moves import LOCAL, Box, Move, gives, takes
-from .planner import Plan
+from .moves import LOCAL, Box, Move, recv_slices, send_slices
+from .planner import BoxingPlan
 
 __all__ = ["run"]
 
@@ -36,7 +36,7 @@ _CARRIERS: Final = {
 }
 
 
-def run(route: Plan, local: Tensor, why: str = "") -> Tensor:
+def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     """The local tensor of ``route.dst`` from that of ``route.src``, without gradient. All ranks of both placements must call it.
 
     A rank outside the source gives any tensor, one outside the destination gets an empty ``(0,)`` tensor. The result may share memory with ``local``.
@@ -59,7 +59,7 @@ def run(route: Plan, local: Tensor, why: str = "") -> Tensor:
     return local
 
 
-def _compile(route: Plan, rank: int, steps: Mapping[str, Callable[[Move, int], Step | None]]) -> list[Step]:
+def _compile(route: BoxingPlan, rank: int, steps: Mapping[str, Callable[[Move, int], Step | None]]) -> list[Step]:
     program = []
     for move in route.moves:
         if rank in move.src.placement._coordinates or rank in move.dst.placement._coordinates:
@@ -227,8 +227,8 @@ def _exchange(move: Move, rank: int) -> Step:
     src, dst = move.src, move.dst
     members = tuple(sorted({*src.placement.flat, *dst.placement.flat}))
     index = {r: i for i, r in enumerate(members)}
-    sends = [(index[r], there) for r, there in gives(src, dst, rank)]
-    incoming = takes(src, dst, rank)
+    sends = [(index[r], there) for r, there in send_slices(src, dst, rank)]
+    incoming = recv_slices(src, dst, rank)
     receives = rank in dst.placement._coordinates
     shape = dst.local_shape(rank)
     # Messages between device types go through the host, where every rank has a carrier.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..sharding.spec import Spec
 from .log import describe
 from .moves import show_bytes
-from .planner import plan
+from .planner import plan_boxing
 
 __all__ = ["explain_boxing"]
 
@@ -15,7 +15,7 @@ def explain_boxing(a: object, b: object) -> str:
 
     Raises BoxingError where shape or dtype differ, TypeError for something without a spec.
     """
-    route = plan(_spec(a), _spec(b))
+    route = plan_boxing(_spec(a), _spec(b))
     head = f"{describe(route.src)} -> {describe(route.dst)}"
     foot = f"total  {show_bytes(route.bytes)} a rank  {route.seconds * 1e3:.3g} ms"
     return "\n".join((head, *(f"  {move}" for move in route.moves), f"  {foot}" if route.moves else "  nothing moves"))

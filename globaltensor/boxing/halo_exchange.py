@@ -15,12 +15,12 @@ from torch import Tensor
 from ..distributed.world import world
 from . import log
 
-__all__ = ["Interval", "Reach", "fetch", "most_fetched", "share"]
+__all__ = ["HaloPlan", "Interval", "all_gather_small", "fetch_halo", "most_fetched"]
 
 Interval = tuple[int, int]  # from, up to
 
 
-class Reach:
+class HaloPlan:
     """Who holds which interval of a dim, and which intervals each rank wants. Pure; every rank of ``ranks`` makes the same, seen from its place.
 
     ``held``: the interval of each rank, disjoint. ``wanted``: for each rank, any intervals, in the order in which they are laid side by side.
@@ -48,7 +48,7 @@ class Reach:
 
 
 def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]) -> int:
-    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as `Reach` has them."""
+    """How much of the dim the rank fetches from others that fetches most. ``held``, ``wanted``: as `HaloPlan` has them."""
     return max(sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted)))
 
 
@@ -69,7 +69,7 @@ def _parts(order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval:
         yield q, low - a, high - low
 
 
-def fetch(local: Tensor, dim: int, reach: Reach) -> Tensor:
+def fetch_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
     """The intervals that this rank wants of ``dim``, side by side; differentiable any number of times. Every rank of the reach must call it.
 
     All other dims of the local tensors must be alike on these ranks. Without traffic where no rank wants what another holds.
@@ -92,7 +92,7 @@ def _joined(t: Tensor, dim: int, places: Sequence[tuple[int, int]]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _fetched(local: Tensor, dim: int, reach: Reach) -> Tensor:
+def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
     rest = local.numel() // local.shape[dim] if local.shape[dim] else torch.Size(_sized(local, dim, 1)).numel()
     taken = reach.taken()
     sends = {i: _joined(local, dim, places) for i, places in reach.given.items() if i != reach.index}
@@ -109,7 +109,7 @@ def _fetched(local: Tensor, dim: int, reach: Reach) -> Tensor:
     return torch.cat(parts, dim) if parts else local.new_empty(_sized(local, dim, 0))
 
 
-def _returned(fetched: Tensor, dim: int, reach: Reach, length: int) -> Tensor:
+def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
     rest = fetched.numel() // fetched.shape[dim] if fetched.shape[dim] else torch.Size(_sized(fetched, dim, 1)).numel()
     places: dict[int, list[tuple[int, int]]] = {}
     at = 0
@@ -132,7 +132,7 @@ def _returned(fetched: Tensor, dim: int, reach: Reach, length: int) -> Tensor:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, reach: Reach) -> Tensor:
+    def forward(ctx: Any, local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
         ctx.dim, ctx.reach, ctx.length = dim, reach, local.shape[dim]
         return _fetched(local.detach(), dim, reach)
 
@@ -145,7 +145,7 @@ class _Return(torch.autograd.Function):
     """The transpose of a fetch."""
 
     @staticmethod
-    def forward(ctx: Any, fetched: Tensor, dim: int, reach: Reach, length: int) -> Tensor:
+    def forward(ctx: Any, fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
         ctx.dim, ctx.reach = dim, reach
         return _returned(fetched.detach(), dim, reach, length)
 
@@ -157,7 +157,7 @@ class _Return(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------- a little from everyone
 
 
-def share(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
+def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """Every rank's tensor (of one shape), stacked in the order of ``ranks`` -> [ranks, ...] on each; differentiable any number of times.
 
     What a rank does with it differs: the backward adds up what all ranks' results owe to the tensor of each.

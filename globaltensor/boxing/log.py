@@ -11,22 +11,22 @@ from typing import Any
 from ..errors import BoxingError
 from ..sharding.spec import Spec
 from .moves import show_bytes, show_placement
-from .planner import Plan
+from .planner import BoxingPlan
 
-__all__ = ["Boxing", "Exchange", "boxing_log", "check", "exchange", "forbidden", "no_boxing", "watch"]
+__all__ = ["BoxingRecord", "ExchangeRecord", "boxing_log", "check", "exchange", "forbidden", "no_boxing", "record_boxing"]
 
 #: How an explicit call names itself; such boxing is always allowed.
 EXPLICIT = "to_global"
 
 
 @dataclass(frozen=True, slots=True)
-class Boxing:
+class BoxingRecord:
     """One boxing: ``op`` is what asked for it (``to_global``, ``add: argument 1``, ``backward of ...``); ``bytes`` the traffic of the busiest rank."""
 
     op: str
     src: Spec
     dst: Spec
-    plan: Plan
+    plan: BoxingPlan
 
     @property
     def bytes(self) -> int:
@@ -37,7 +37,7 @@ class Boxing:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangeRecord:
     """What an op exchanged with other ranks because a dim stayed split: ``op`` says what, ``bytes`` how much this rank received."""
 
     op: str
@@ -53,7 +53,7 @@ _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=Fals
 
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
-    """Collect every `Boxing` of this rank in the block, explicit ones and those of backward too, and every `Exchange` inside an op.
+    """Collect every `BoxingRecord` of this rank in the block, explicit ones and those of backward too, and every `ExchangeRecord` inside an op.
 
     >>> with boxing_log() as log:
     ...     pass
@@ -84,7 +84,7 @@ def forbidden() -> bool:
     return _forbidden.get()
 
 
-def check(route: Plan, why: str) -> None:
+def check(route: BoxingPlan, why: str) -> None:
     """Raise BoxingError where `no_boxing` is in force, ``route`` has traffic, and it is not an explicit ``to_global``."""
     if not _forbidden.get() or not route.bytes or not why or why.startswith((EXPLICIT, "backward of")):
         return
@@ -104,16 +104,16 @@ def exchange(what: str, nbytes: int, explicit: bool = False) -> None:
             "Make that dim whole with x.to_global(sbp=...) before the op, or leave no_boxing()"
         )
     for log in _logs.get():
-        log.append(Exchange(what, nbytes))
+        log.append(ExchangeRecord(what, nbytes))
 
 
-def watch(route: Plan, why: str, logs: tuple[list[Any], ...] | None = None) -> None:
+def record_boxing(route: BoxingPlan, why: str, logs: tuple[list[Any], ...] | None = None) -> None:
     """Check a boxing that is about to happen, and log it."""
     if _forbidden.get():
         check(route, why)
     logs = _logs.get() if logs is None else logs
     if logs:
-        record = Boxing(why or EXPLICIT, route.src, route.dst, route)
+        record = BoxingRecord(why or EXPLICIT, route.src, route.dst, route)
         for log in logs:
             log.append(record)
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
-from .moves import LOCAL, Box, Layout, giver, holders_of
+from .moves import LOCAL, Box, Layout, box_owners, source_rank
 
-__all__ = ["RELAID", "Prices", "prices_of"]
+__all__ = ["RELAID", "MoveCosts", "move_costs"]
 
 _MOST_TENSORS: Final = 256
 #: What handles pieces along a dim: they may have to be laid in another order, which counts where copies were measured.
@@ -26,7 +26,7 @@ Table: TypeAlias = NDArray[np.int64]
 Price = tuple[int, float]  # (traffic in bytes of the busiest rank, seconds)
 
 
-class Prices:
+class MoveCosts:
     """Of tensors of one shape and dtype on one placement, whatever their layout."""
 
     __slots__ = ("_costs", "_fibers", "_landings", "_largest", "cluster", "dtype", "placement", "shape")
@@ -91,7 +91,7 @@ class Prices:
         sent = (2 if kind == "all_reduce" else 1) * (nbytes - nbytes // len(ranks))
         return sent, self.cluster.seconds(kind, nbytes, ranks) + self.cluster.skew
 
-    def exchange_at_least(self, before: Layout, there: Prices, after: Layout) -> float:
+    def exchange_at_least(self, before: Layout, there: MoveCosts, after: Layout) -> float:
         """Seconds that an exchange into a layout of ``there`` takes at least, known without looking at who holds what."""
         (_, mine), (arriving, theirs) = self.largest(before), there.largest(after)
         # In no dim is there more in common than the shorter of the two has.
@@ -107,15 +107,15 @@ class Prices:
             there._landings[after, missing] = found
         return found
 
-    def exchange(self, before: Layout, there: Prices, after: Layout) -> Price:
+    def exchange(self, before: Layout, there: MoveCosts, after: Layout) -> Price:
         """Of an exchange into a layout of ``there``, neither side with partials."""
         return _exchange(self.spec(before), there.spec(after), self.cluster)
 
 
 @lru_cache(maxsize=_MOST_TENSORS)
-def prices_of(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> Prices:
+def move_costs(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement, cluster: Cluster) -> MoveCosts:
     """The same object for equal arguments, as long as it is used now and then."""
-    return Prices(shape, dtype, placement, cluster)
+    return MoveCosts(shape, dtype, placement, cluster)
 
 
 @lru_cache(maxsize=1 << 13)
@@ -144,7 +144,7 @@ def _first(dim: int, spec: Spec) -> bool:
     return all(n == 1 for n in spec.local_shape(spec.placement.flat[0])[:dim])
 
 
-class _Lie(NamedTuple):
+class _BoxTable(NamedTuple):
     """A layout in tables: boxes of all ranks of its placement, then of each that is not empty once, [boxes, dims]. ``first``, ``last``: of each dim the
     different intervals of it that some rank has; the boxes are all combinations of one of each dim."""
 
@@ -161,14 +161,14 @@ class _Lie(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _lie(spec: Spec) -> _Lie:
+def _lie(spec: Spec) -> _BoxTable:
     def both(boxes: Sequence[Box]) -> tuple[Table, Table]:
         table = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, spec.ndim)
         return table[:, 0], table[:, 0] + table[:, 1]
 
-    once = both(holders_of(spec)[2])
+    once = both(box_owners(spec)[2])
     first, last = (tuple(np.unique(table[:, d]) for d in range(spec.ndim)) for table in once)
-    return _Lie(*both([spec.box(r) for r in spec.placement.flat]), *once, first, last)
+    return _BoxTable(*both([spec.box(r) for r in spec.placement.flat]), *once, first, last)
 
 
 def _sizes(low: Table, high: Table) -> Table:
@@ -176,7 +176,7 @@ def _sizes(low: Table, high: Table) -> Table:
     return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
 
 
-def _meeting(there: _Lie, low: Table, high: Table) -> Table:
+def _meeting(there: _BoxTable, low: Table, high: Table) -> Table:
     """How many different boxes of a layout each of these, none empty, meets."""
     counts = np.ones(len(low), dtype=np.int64)
     for d, (first, last) in enumerate(zip(there.first, there.last, strict=True)):
@@ -189,7 +189,7 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
 
     Every element lies on as many ranks of a placement as every other, so that sums tell what pairs of boxes would.
     """
-    number, holders, _ = holders_of(src)
+    number, holders, _ = box_owners(src)
     here, there, wanted = _lie(src), _lie(dst), dst.placement.flat
     own = np.zeros(len(wanted), dtype=np.int64)  # elements that a rank has already
     both = [(column, number[r]) for column, r in enumerate(wanted) if r in number]
@@ -198,7 +198,7 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
     received, filled = there.sizes - own, there.sizes > 0
     if not received.any():
         return 0, 0, None
-    copies, takers, meets = len(holders[0]), len(holders_of(dst)[1][0]), np.minimum(own, 1)
+    copies, takers, meets = len(holders[0]), len(box_owners(dst)[1][0]), np.minimum(own, 1)
     sent = _sizes(here.once_low, here.once_high) * takers - np.bincount(of, own[at], len(holders)).astype(np.int64)
     givers = _meeting(here, there.low[filled], there.high[filled]) - meets[filled]
     takes = _meeting(there, here.once_low, here.once_high) * takers - np.bincount(of, meets[at], len(holders)).astype(np.int64)
@@ -214,7 +214,7 @@ def _far_pair(src: Spec, dst: Spec, node_size: int) -> tuple[int, int] | None:
     here, there = _lie(src), _lie(dst)
     for number, (low, high) in enumerate(zip(here.once_low, here.once_high, strict=True)):
         for turn in np.flatnonzero((np.maximum(low, there.low) < np.minimum(high, there.high)).all(-1)).tolist():
-            other = giver(src, number, wanted[turn], turn)
+            other = source_rank(src, number, wanted[turn], turn)
             if other // node_size != wanted[turn] // node_size:
                 return wanted[turn], other
     return None

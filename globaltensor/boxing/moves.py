@@ -24,16 +24,16 @@ __all__ = [
     "Box",
     "Layout",
     "Move",
+    "box_owners",
     "gathers",
-    "giver",
-    "gives",
-    "holders_of",
-    "neighbours",
-    "settled",
+    "legal_moves",
+    "recv_slices",
+    "send_slices",
     "show_bytes",
     "show_placement",
+    "source_rank",
     "split_everywhere",
-    "takes",
+    "without_partials",
 ]
 
 Layout = tuple[Sbp, ...]
@@ -129,7 +129,7 @@ def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
     return not (now.kind == "split" and entry.kind == "partial" and entry.reduce in ("max", "min"))
 
 
-def neighbours(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
+def legal_moves(layout: Layout, sizes: Sequence[int], menu: Sequence[Sequence[Sbp]]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
     """(kind, axes, layout after) of each move from ``layout``; ``menu`` holds the entries of interest for each axis."""
     sizes = tuple(sizes)
     for axis in range(len(layout)):
@@ -191,7 +191,7 @@ def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def holders_of(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
+def box_owners(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
     """(rank -> number of its box, box -> ranks that hold it, boxes) of a layout; boxes without elements are left out."""
     numbers: dict[Box, int] = {}
     holders: list[list[int]] = []
@@ -207,9 +207,9 @@ def holders_of(spec: Spec) -> tuple[dict[int, int], list[list[int]], list[Box]]:
     return ranks, holders, list(numbers)
 
 
-def giver(src: Spec, number: int, rank: int, turn: int) -> int:
+def source_rank(src: Spec, number: int, rank: int, turn: int) -> int:
     """Who gives box ``number`` of ``src`` to ``rank``, the ``turn``-th of those who take: itself if it has it; else the holders take turns."""
-    own, holders, _ = holders_of(src)
+    own, holders, _ = box_owners(src)
     return rank if own.get(rank) == number else holders[number][(turn + number) % len(holders[number])]
 
 
@@ -220,26 +220,26 @@ def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
     return (low, high) if all(x < y for x, y in zip(low, high, strict=True)) else None
 
 
-def takes(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+def recv_slices(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
     """What ``rank`` fetches in an exchange: (from whom, where it lies there, where it goes here). Itself first where it has some."""
     if rank not in dst.placement._coordinates:
         return []
     mine, turn, out = dst.box(rank), dst.placement.flat.index(rank), []
-    for number, there in enumerate(holders_of(src)[2]):
+    for number, there in enumerate(box_owners(src)[2]):
         common = _overlap(mine, there)
         if common is not None:
-            out.append((giver(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
+            out.append((source_rank(src, number, rank, turn), _slices(*common, there[0]), _slices(*common, mine[0])))
     return sorted(out, key=lambda piece: piece[0] != rank)
 
 
-def gives(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
+def send_slices(src: Spec, dst: Spec, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
     """What ``rank`` hands to others in an exchange: (to whom, where it lies here)."""
-    number, out = holders_of(src)[0].get(rank), []
+    number, out = box_owners(src)[0].get(rank), []
     if number is None:
         return []
     mine = src.box(rank)
     for turn, other in enumerate(dst.placement.flat):
-        if other != rank and giver(src, number, other, turn) == rank:
+        if other != rank and source_rank(src, number, other, turn) == rank:
             common = _overlap(mine, dst.box(other))
             if common is not None:
                 out.append((other, _slices(*common, mine[0])))
@@ -255,6 +255,6 @@ def split_everywhere(ndim: int) -> list[Sbp]:
     return [split(d) for d in range(ndim)]
 
 
-def settled(layout: Layout) -> Layout:
+def without_partials(layout: Layout) -> Layout:
     """The layout with each partial replaced by broadcast."""
     return tuple(broadcast if e.kind == "partial" else e for e in layout)

@@ -16,10 +16,10 @@ from ..distributed.divergence import digest_of
 from ..errors import BoxingError
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec
-from .move_cost import prices_of
-from .moves import Layout, Move, neighbours, settled, show_bytes, split_everywhere
+from .move_cost import move_costs
+from .moves import Layout, Move, legal_moves, show_bytes, split_everywhere, without_partials
 
-__all__ = ["Plan", "plan"]
+__all__ = ["BoxingPlan", "plan_boxing"]
 
 _STATES = 4096  # beyond this many layouts the search no longer looks at dims that neither side mentions
 
@@ -27,7 +27,7 @@ _State = tuple[bool, Layout]  # on the destination's placement, where that is an
 _Hop = tuple[_State, _State, str, tuple[int, ...], int, float]  # from, to, kind, axes, traffic, seconds
 
 
-class Plan:
+class BoxingPlan:
     """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for each move."""
 
     __slots__ = ("_digest", "bytes", "dst", "moves", "places", "programs", "seconds", "src")
@@ -59,7 +59,7 @@ class Plan:
         return f"<plan {self.src!r} -> {self.dst!r}: {', '.join(m.kind for m in self.moves) or 'nothing'}, {show_bytes(self.bytes)}>"
 
 
-def plan(src: Spec, dst: Spec) -> Plan:
+def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
     """The cheapest route under the current cluster. Raises BoxingError where shape or dtype differ, or no route exists.
 
     >>> from globaltensor.sharding.placement import placement
@@ -73,14 +73,14 @@ def plan(src: Spec, dst: Spec) -> Plan:
 
 
 @lru_cache(maxsize=1 << 14)
-def _plan(src: Spec, dst: Spec, cluster: Cluster) -> Plan:
+def _plan(src: Spec, dst: Spec, cluster: Cluster) -> BoxingPlan:
     if src is dst:
-        return Plan(src, dst, ())
+        return BoxingPlan(src, dst, ())
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise BoxingError(f"boxing keeps shape and dtype, but goes from {src!r} to {dst!r}: convert (to, reshape) before or after it")
     if not src.numel:
-        return Plan(src, dst, (Move("slice", src, dst, (), 0, 0.0),))
-    return Plan(src, dst, _Search(src.plain, dst.plain, cluster).run())
+        return BoxingPlan(src, dst, (Move("slice", src, dst, (), 0, 0.0),))
+    return BoxingPlan(src, dst, _Search(src.plain, dst.plain, cluster).run())
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
@@ -109,7 +109,7 @@ def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
 def _landings(src: Spec, dst: Spec) -> list[Layout]:
     """Layouts of the destination's placement that an exchange may go to: the one asked for, partials as broadcast; and on other placements, pieces
     that are gathered there."""
-    core = settled(dst.layout)
+    core = without_partials(dst.layout)
     out = [core]
     if dst.ndim and src.placement is not dst.placement:
         longest = max(range(dst.ndim), key=lambda d: dst.box(dst.placement.flat[0])[1][d])
@@ -123,7 +123,7 @@ class _Search:
 
     def __init__(self, src: Spec, dst: Spec, cluster: Cluster) -> None:
         self.src, self.dst = src, dst
-        self.here, self.there = (prices_of(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst))
+        self.here, self.there = (move_costs(tuple(s.shape), s.dtype, s.placement, cluster) for s in (src, dst))
         self.one_place = src.placement is dst.placement
         self.menus, self.landings = _menus(src, dst, bool(cluster.measured)), _landings(src, dst)
         a, b = src.placement, dst.placement
@@ -157,7 +157,7 @@ class _Search:
         """(whereto, kind, axes, traffic, seconds) of the moves that lead on from ``at`` and may be part of the cheapest route."""
         there, layout = at
         prices, end, out = self.there if there else self.here, self.end, []
-        for kind, axes, after in neighbours(layout, prices.placement.shape, self.menus[there or self.one_place]):
+        for kind, axes, after in legal_moves(layout, prices.placement.shape, self.menus[there or self.one_place]):
             after, nbytes, cost = prices.move(kind, axes, layout, after)
             if seconds + cost <= self.best[0]:
                 to = there, after

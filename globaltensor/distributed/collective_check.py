@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import WorldError
 from .world import World, world
 
-__all__ = ["VARIABLE", "Call", "agree", "enabled"]
+__all__ = ["VARIABLE", "CallHeader", "check_collective", "enabled"]
 
 VARIABLE: Final = "GLOBALTENSOR_CHECK_COLLECTIVES"
 _MOST_WAITING: Final = 256
@@ -35,7 +35,7 @@ _OPS: Final = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR",
 
 
 @dataclass(frozen=True)
-class Call:
+class CallHeader:
     """A collective as one rank calls it: of ``numel`` elements; ``parts`` is a number made of the sizes where there are several; -1: has none."""
 
     name: str
@@ -50,9 +50,9 @@ class Call:
         return [_NAMES.index(self.name), _OPS.index(self.op), kind, self.numel, self.root, self.parts]
 
     @staticmethod
-    def read(header: Tensor) -> Call:
+    def read(header: Tensor) -> CallHeader:
         name, op, dtype, *numbers = header.tolist()
-        return Call(_NAMES[name], _OPS[op], None if dtype < 0 else _DTYPES[dtype], *numbers)
+        return CallHeader(_NAMES[name], _OPS[op], None if dtype < 0 else _DTYPES[dtype], *numbers)
 
     def __str__(self) -> str:
         of = "" if self.dtype is None else f" of {self.numel} {str(self.dtype).removeprefix('torch.')}"
@@ -60,7 +60,7 @@ class Call:
 
 
 @dataclass
-class _Heard:
+class PeerHeaders:
     """What the ranks of a group tell this one (a header from each), and what they must."""
 
     work: Any
@@ -70,7 +70,7 @@ class _Heard:
     me: int
 
 
-_WAITING: weakref.WeakKeyDictionary[World, dict[str, list[_Heard]]] = weakref.WeakKeyDictionary()
+_WAITING: weakref.WeakKeyDictionary[World, dict[str, list[PeerHeaders]]] = weakref.WeakKeyDictionary()
 
 
 def enabled() -> bool:
@@ -78,7 +78,7 @@ def enabled() -> bool:
     return os.environ.get(VARIABLE, "1") != "0"
 
 
-def agree(group: dist.ProcessGroup, call: Call, block: bool, pairs: Sequence[tuple[int, int]] | None = None) -> None:
+def check_collective(group: dist.ProcessGroup, call: CallHeader, block: bool, pairs: Sequence[tuple[int, int]] | None = None) -> None:
     """Tell the others of ``group`` and hear from them. ``pairs``, of an all-to-all: for each rank of the group how many elements it gets and gives.
 
     Raises WorldError naming two ranks and what each calls, or those that did not come.
@@ -93,7 +93,7 @@ def agree(group: dist.ProcessGroup, call: Call, block: bool, pairs: Sequence[tup
     headers = torch.empty_like(said)
     work = dist.all_to_all_single(headers, said, group=group, async_op=True)
     waiting = _WAITING.setdefault(world(), {}).setdefault(group.group_name, [])
-    waiting.append(_Heard(work, headers, expected, dist.get_process_group_ranks(group), group.rank()))
+    waiting.append(PeerHeaders(work, headers, expected, dist.get_process_group_ranks(group), group.rank()))
     if block or len(waiting) > _MOST_WAITING:
         heard, waiting[:] = waiting[:], []
         for one in heard:
@@ -101,13 +101,13 @@ def agree(group: dist.ProcessGroup, call: Call, block: bool, pairs: Sequence[tup
 
 
 @functools.lru_cache(maxsize=1024)
-def _headers(call: Call, size: int) -> Tensor:
+def _headers(call: CallHeader, size: int) -> Tensor:
     """A header for each rank; shared, not to be written."""
     return torch.tensor([call.header()] * size)
 
 
-def _compare(one: _Heard) -> None:
-    me, mine = one.ranks[one.me], Call.read(one.expected[one.me])
+def _compare(one: PeerHeaders) -> None:
+    me, mine = one.ranks[one.me], CallHeader.read(one.expected[one.me])
     try:
         one.work.wait()
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def _compare(one: _Heard) -> None:
     if torch.equal(one.headers, one.expected):
         return
     at = int((one.headers != one.expected).any(1).nonzero()[0])
-    heard, mine, other = Call.read(one.headers[at]), Call.read(one.expected[at]), one.ranks[at]
+    heard, mine, other = CallHeader.read(one.headers[at]), CallHeader.read(one.expected[at]), one.ranks[at]
     if (heard.name, heard.dtype) == (mine.name, mine.dtype) and mine.name.startswith("all_to_all"):
         raise WorldError(f"{mine.name}: rank {other} sends {heard.numel} elements to rank {me}, which expects {mine.numel}; make the sizes agree")
     raise WorldError(f"rank {me} calls {mine}, but rank {other} calls {heard}: all ranks of a group must call the same, with tensors that match")

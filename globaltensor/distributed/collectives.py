@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GlobalTensorError
-from .collective_check import Call, agree, enabled
+from .collective_check import CallHeader, check_collective, enabled
 from .process_groups import start
-from .replicated_values import ADDING, check_collective
+from .replicated_values import ADDING, refuse_replicated
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
@@ -124,7 +124,7 @@ class _Collective:
         group = kwargs["group"] if "group" in kwargs else args[self.position] if len(args) > self.position else None
         if self.name in ADDING:
             bound = dict(zip(self.names, args, strict=False)) | kwargs
-            check_collective(self.name, bound.get(self.reads), bound.get("op"), group)
+            refuse_replicated(self.name, bound.get(self.reads), bound.get("op"), group)
         config = here.backend if group is None else str(dist.get_backend_config(group)) if isinstance(group, dist.ProcessGroup) else ""
         if "gloo" not in config or len(args) > len(self.names):
             return self.function(*args, **kwargs)
@@ -144,7 +144,7 @@ class _Collective:
     def _on_gloo(self, given: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.name in _DESCRIBED and enabled():
             call, pairs = self._describe(given, group)
-            agree(group, call, not given.get("async_op", False), pairs)
+            check_collective(group, call, not given.get("async_op", False), pairs)
         if self.name == "all_gather" and len({t.numel() for t in self._tensors(given, self.writes)}) > 1:
             return _all_gather_unevenly(given, group)
         tensors = [t for n in (self.reads, self.writes) for t in self._tensors(given, n)]
@@ -179,18 +179,18 @@ class _Collective:
         deliver()
         return result
 
-    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[Call, list[tuple[int, int]] | None]:
+    def _describe(self, given: dict[str, Any], group: dist.ProcessGroup) -> tuple[CallHeader, list[tuple[int, int]] | None]:
         reads, writes = self._tensors(given, self.reads), self._tensors(given, self.writes)
         some = (reads or writes or [None])[0]
         if self.name.startswith("all_to_all"):
             gets, gives = _shares(reads, given.get("input_split_sizes"), group), _shares(writes, given.get("output_split_sizes"), group)
-            return Call(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
+            return CallHeader(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
         op = getattr(given.get("op", dist.ReduceOp.SUM), "name", "other") if self.reduces else ""
         lists = next((v for v in (reads, writes) if len(v) > 1), [])
         measured = lists if self.name in ("all_gather", "reduce_scatter") else (writes if self.name == "scatter" else reads)
         numel = sum(t.numel() for t in measured) if measured else -1
         parts = zlib.crc32(str([t.numel() for t in lists]).encode()) if self.name in ("all_gather", "reduce_scatter") else -1
-        return Call(self.name, op, None if some is None else some.dtype, numel, self._root(given, group), parts), None
+        return CallHeader(self.name, op, None if some is None else some.dtype, numel, self._root(given, group), parts), None
 
     def _root(self, given: dict[str, Any], group: dist.ProcessGroup) -> int:
         if not self.root:

@@ -19,14 +19,27 @@ import torch
 from torch import Tensor
 
 from ..errors import DivergenceError, GlobalTensorError
-from ..sharding.spec import pieces
+from ..sharding.spec import balanced_split
 from ..sharding.tensor_kinds import Kind, refusal
 from .divergence import History, Report, describe
 
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["Channel", "Comm", "Done", "Exchange", "Handle", "Message", "Scattered", "Traffic", "as_bytes", "combine", "comms", "flatten"]
+__all__ = [
+    "Channel",
+    "Communicator",
+    "CompletedHandle",
+    "ExchangeHandle",
+    "Handle",
+    "Message",
+    "ReduceScatterHandle",
+    "Traffic",
+    "as_bytes",
+    "combine",
+    "comms",
+    "flatten",
+]
 
 #: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
 _SMALL: Final = 1 << 15
@@ -60,7 +73,7 @@ class Handle(Protocol):
         """Block until the result is there; raises WorldError where the collective failed."""
 
 
-class Scattered:
+class ReduceScatterHandle:
     """The handle of a reduce-scatter: ``value`` is this rank's part once ``wait`` has returned. ``finish`` makes it of what ``work`` brings."""
 
     def __init__(self, work: Handle | None = None, finish: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
@@ -81,7 +94,7 @@ class Scattered:
         return self._value
 
 
-class Exchange:
+class ExchangeHandle:
     """The handle of an exchange under way."""
 
     def __init__(self, work: Handle, parts: dict[int, Tensor], kept: object = None) -> None:
@@ -94,7 +107,7 @@ class Exchange:
         return self._parts
 
 
-class Done:
+class CompletedHandle:
     """The handle of a collective that is already over."""
 
     def wait(self) -> None:
@@ -162,7 +175,7 @@ def combine(parts: Sequence[Tensor], op: str, spare: int | None = None, out: Ten
     return total
 
 
-class Comm(ABC):
+class Communicator(ABC):
     """Collectives among ``ranks``, in the order given. All of them must call the same ones in the same order."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
@@ -273,7 +286,7 @@ class Comm(ABC):
         if self.size > 1 and flat.numel():
             self._note("all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op)
             return self._all_reduce_async(flat, op)
-        return Done()
+        return CompletedHandle()
 
     def reduce_scatter(self, chunks: Sequence[Tensor], op: str = "sum") -> Tensor:
         """One chunk for each rank, of any shapes; rank i gets the ``op`` of all ranks' chunks i."""
@@ -285,37 +298,37 @@ class Comm(ABC):
         self._note("reduce_scatter", total - total // self.size, mine.dtype, mine.device, op)
         return self._reduce_scatter(sends, op).view(mine.shape)
 
-    def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> Scattered:
+    def reduce_scatter_async(self, chunks: Sequence[Tensor], op: str = "sum") -> ReduceScatterHandle:
         """The same beside the computation, of 1-D contiguous chunks, which must be left alone until ``wait()`` of the handle returns. Then it has the
         ``value``."""
         if self.size == 1:
-            return Scattered(value=chunks[0].detach().clone())
+            return ReduceScatterHandle(value=chunks[0].detach().clone())
         total = sum(c.nbytes for c in chunks)
         self._note("reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op)
         return self._reduce_scatter_async([c.detach() for c in chunks], op)
 
-    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
-        return Scattered(value=self._reduce_scatter(sends, op))
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
+        return ReduceScatterHandle(value=self._reduce_scatter(sends, op))
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         n, p = flat.numel(), self.size
         if p == 2 or flat.nbytes <= _SMALL:
             return combine(self._all_gather_parts(flat, [n] * p), op, spare=self.index - 1)
-        sizes = [length for _, length in pieces(n, p)]
+        sizes = [length for _, length in balanced_split(n, p)]
         out = torch.empty_like(flat)
         self._all_gather(self._reduce_scatter(list(flat.split_with_sizes(sizes)), op), sizes, out)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
         self._all_reduce_in_place(flat.detach().view(-1), op)
-        return Done()
+        return CompletedHandle()
 
     def _all_reduce_in_place(self, flat: Tensor, op: str) -> None:
         if self.size == 2 or flat.nbytes <= _SMALL:
             parts = self._all_gather_parts(flat, [flat.numel()] * self.size)
             flat.copy_(combine(parts, op, spare=self.index - 1))
             return
-        slots = flat.split_with_sizes([length for _, length in pieces(flat.numel(), self.size)])
+        slots = flat.split_with_sizes([length for _, length in balanced_split(flat.numel(), self.size)])
         mine = slots[self.index]
         mine.copy_(self._reduce_scatter(slots, op))
         others = [i for i in range(self.size) if i != self.index]
@@ -359,13 +372,13 @@ class Comm(ABC):
         flat = flatten(t)
         if self.size == 1:
             out.copy_(flat)
-            return Done()
+            return CompletedHandle()
         self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
         return self._all_gather_async(flat, numels, out)
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
         self._all_gather(flat, numels, out)
-        return Done()
+        return CompletedHandle()
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         slots = out.split_with_sizes(list(numels))
@@ -432,19 +445,19 @@ class Comm(ABC):
         self.exchange_into(sends, recvs, like.device)
         return recvs
 
-    def exchange_async(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> Exchange:
+    def exchange_async(self, sends: Mapping[int, Tensor], numels: Mapping[int, int], like: Tensor) -> ExchangeHandle:
         """The same beside the computation, with other ranks only; what is sent must be left alone until ``wait()`` of the handle returns the parts."""
         flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
         self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
         if self.size == 1:
-            return Exchange(Done(), recvs)
+            return ExchangeHandle(CompletedHandle(), recvs)
         into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
-        return Exchange(self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device), recvs, flats)
+        return ExchangeHandle(self._swap_async({i: as_bytes(s) for i, s in flats.items()}, into, like.device), recvs, flats)
 
     def _swap_async(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> Handle:
         self._swap(sends, recvs, device)
-        return Done()
+        return CompletedHandle()
 
     def exchange_into(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device) -> None:
         """The same, into the given flat contiguous tensors."""

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from ..errors import WorldError
 from .cluster_env import Detected
 
-__all__ = ["meet"]
+__all__ = ["rendezvous"]
 
 _LOOK_SECONDS = 0.01
 _TAKE_SECONDS = 5.0  # how long rank 0 tries to put its file where an old one is, which others of its job hold for a moment as they look
@@ -27,7 +27,7 @@ _TAKE_SECONDS = 5.0  # how long rank 0 tries to put its file where an old one is
 _met: dict[str, int] = {}  # how often this process has met under each name: each time is a file of its own
 
 
-def meet(place: Detected, timeout: timedelta) -> Store:
+def rendezvous(place: Detected, timeout: timedelta) -> Store:
     """A store of this job's ranks, once all of them are there.
 
     Raises WorldError where a rank has not come within ``timeout``, or another job of that name is meeting.

@@ -27,7 +27,7 @@ from .launcher.job import Job, in_one_line
 from .launcher.log_streams import Pump, say
 from .launcher.node_rendezvous import bound
 from .launcher.options import job_of, parser
-from .launcher.workers import Keeper, signal_name
+from .launcher.workers import OrphanReaper, signal_name
 
 __all__ = ["Job", "launch", "main", "parser", "reserved_port"]
 
@@ -37,7 +37,7 @@ def launch(job: Job) -> int:
 
     Raises WorldError where the ranks cannot be started (the port is taken, the other nodes do not come or were started otherwise, ...).
     """
-    with Signals() as signals, Pump() as pump, Keeper() as keeper:
+    with Signals() as signals, Pump() as pump, OrphanReaper() as keeper:
         try:
             return _run(job, signals, pump, keeper)
         except SignalException as ended:
@@ -45,7 +45,7 @@ def launch(job: Job) -> int:
             return 128 + int(ended.sigval)
 
 
-def _run(job: Job, signals: Signals, pump: Pump, keeper: Keeper) -> int:
+def _run(job: Job, signals: Signals, pump: Pump, keeper: OrphanReaper) -> int:
     handler = job.rendezvous(signals)
     spec = WorkerSpec(
         role=job.role,

@@ -1,7 +1,7 @@
 """Which of this machine's addresses leads to another machine, and by which network interface. Nothing is sent to find out.
 
 Gloo tells the other ranks the address that this host's name means, which on Debian is 127.0.1.1 and on a host without a name server nothing: every rank then
-looks for the others on itself. ``lead_gloo`` mends that; NCCL and MPI look at the interfaces by themselves.
+looks for the others on itself. ``choose_gloo_interface`` mends that; NCCL and MPI look at the interfaces by themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["addresses_of", "advice", "interface_of", "is_here", "lead_gloo", "own_address"]
+__all__ = ["addresses_of", "choose_gloo_interface", "gloo_hint", "interface_of", "is_here", "own_address"]
 
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _ELSEWHERE: Final = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the default route
@@ -69,7 +69,7 @@ def addresses_of() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def lead_gloo(host: str, nodes: int) -> None:
+def choose_gloo_interface(host: str, nodes: int) -> None:
     """Where this host's own name leads nowhere, let Gloo use the interface by which ``host``, where rank 0 is met, is reached (else the default route).
 
     Sets GLOO_SOCKET_IFNAME, which torch reads whenever it makes a group; what the user has set stays.
@@ -84,7 +84,7 @@ def lead_gloo(host: str, nodes: int) -> None:
         os.environ[VARIABLE] = found
 
 
-def advice(error: Exception, host: str) -> str:
+def gloo_hint(error: Exception, host: str) -> str:
     """What to do about an error of Gloo's that comes of the wrong interface; empty for other errors."""
     text = str(error)
     if "connectFullMesh" not in text and "Unable to find address" not in text:

@@ -18,7 +18,7 @@ from .._base import torch_private
 from ..errors import WorldError
 from .backends.select import choose, lacking, names, prepare
 from .cluster_env import Detected, detect
-from .network import advice, lead_gloo
+from .network import choose_gloo_interface, gloo_hint
 from .world import ProcessWorld, meeting, reset_world, running, world
 from .world import timeout as default_timeout
 
@@ -73,7 +73,7 @@ def init_process_group(
     waits = timeout or default_timeout()
     where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place, waits)
     master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
-    lead_gloo(master, place.nodes if place else 1)
+    choose_gloo_interface(master, place.nodes if place else 1)
     options = {"timeout": waits, "group_name": group_name, "pg_options": pg_options, "device_id": device_id} | more
     try:
         with _serving(where.get("init_method")):
@@ -82,7 +82,7 @@ def init_process_group(
         if isinstance(error, ValueError) and not lacking(chosen):
             raise  # torch's own word on its arguments
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
-        mend = lacking(chosen) or advice(error, master) or "are all ranks started, and can they reach each other?"
+        mend = lacking(chosen) or gloo_hint(error, master) or "are all ranks started, and can they reach each other?"
         raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
     started = world()
     if isinstance(started, ProcessWorld):

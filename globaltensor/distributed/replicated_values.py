@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._base import torch_private
 from ..errors import ReplicatedError
 
-__all__ = ["ADDING", "check_collective", "install", "note_replicated"]
+__all__ = ["ADDING", "install", "note_replicated", "refuse_replicated"]
 
 _noted: Final = WeakIdKeyDictionary()  # plain tensor -> the version that it had when a global value was written into it
 
@@ -43,7 +43,7 @@ def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
             )
 
 
-def check_collective(name: str, read: Any, op: Any, group: Any) -> None:
+def refuse_replicated(name: str, read: Any, op: Any, group: Any) -> None:
     """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the tensor, or list of tensors, that it reads."""
     if not _noted or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
         return
@@ -54,4 +54,4 @@ def check_collective(name: str, read: Any, op: Any, group: Any) -> None:
 
 def install() -> None:
     """Have the collectives of torch.distributed that add up look for such tensors."""
-    torch_private.before_collectives(ADDING, check_collective)
+    torch_private.before_collectives(ADDING, refuse_replicated)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WorldError, noted
-from .communicator import Channel, Comm, Message
+from .communicator import Channel, Communicator, Message
 from .world import World, set_world
 
 __all__ = ["SimulatedWorld", "simulate"]
@@ -127,7 +127,7 @@ class _Hall:
                     mailbox.close()
 
 
-class _SimulatedComm(Comm):
+class _SimulatedComm(Communicator):
     world: SimulatedWorld
 
     def __init__(self, world: SimulatedWorld, ranks: tuple[int, ...]) -> None:
@@ -229,7 +229,7 @@ class SimulatedWorld(World):
         stand_in = self.devices.get(type)
         return super().device(type) if stand_in is None else torch.device(stand_in)
 
-    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator:
         return _SimulatedComm(self, ranks)
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:

@@ -25,12 +25,12 @@ from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import Kind
 from .backends.select import choose, lacking, prepare
-from .backends.shared_memory import Neighbours
+from .backends.shared_memory import SharedMemoryPeers
 from .cluster_env import Detected, detect
-from .communicator import Channel, Comm, Traffic
+from .communicator import Channel, Communicator, Traffic
 from .divergence import History, Purpose, differs_at_end, end_record
-from .file_rendezvous import meet
-from .network import advice, lead_gloo
+from .file_rendezvous import rendezvous
+from .network import choose_gloo_interface, gloo_hint
 
 __all__ = ["World", "placeholder", "reset_world", "running", "sent", "set_world", "timeout", "world"]
 
@@ -56,7 +56,7 @@ class World(ABC):
     def __init__(self, rank: int, size: int, local_rank: int = 0, nodes: int = 1) -> None:
         self.rank, self.size, self.local_rank, self.node_size = rank, size, local_rank, nodes
         self.trace: list[Traffic] | None = None
-        self._comms: dict[tuple[int, ...], Comm] = {}
+        self._comms: dict[tuple[int, ...], Communicator] = {}
         self._outside: dict[str, torch.device] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self.histories: dict[tuple[int, ...], History] = {}  # by the ranks they are of, sorted
@@ -95,7 +95,7 @@ class World(ABC):
         for forgotten in ON_FORGET:
             forgotten()
 
-    def comm(self, ranks: tuple[int, ...]) -> Comm:
+    def comm(self, ranks: tuple[int, ...]) -> Communicator:
         """The communicator of these ranks, in this order; this rank must be one of them. Raises WorldError."""
         found = self._comms.get(ranks)
         if found is None:
@@ -106,7 +106,7 @@ class World(ABC):
         return found
 
     @abstractmethod
-    def _connect(self, ranks: tuple[int, ...]) -> Comm: ...
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator: ...
 
     def channel(self, source: int, target: int, device: torch.device) -> Channel:
         """What carries messages of tensors on this type of device from one rank to another; this rank must be one of them. Raises WorldError."""
@@ -186,7 +186,7 @@ class ProcessWorld(World):
         self.compares = size > 1
         self.owned = owned  # closing it ends torch's process group
         self.background: Closable | None = None  # runs collectives beside the computation, once one is wanted
-        self.neighbours: Neighbours | None = None  # those of this host, once they have met
+        self.neighbours: SharedMemoryPeers | None = None  # those of this host, once they have met
         self.backend = ""  # as torch spells it: "cpu:gloo,cuda:nccl"
         self.backends: dict[str, str] = {}  # of the device types that have one of their own, gloo aside
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -207,10 +207,10 @@ class ProcessWorld(World):
         """Seconds that a rank waits for others."""
         return timeout().total_seconds() if self.carrier is None else torch_private.timeout_of(self.carrier).total_seconds()
 
-    def _connect(self, ranks: tuple[int, ...]) -> Comm:
-        from .backends.shared_memory_comm import SharedComm
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator:
+        from .backends.shared_memory_comm import SharedMemoryCommunicator
 
-        return SharedComm(self, ranks)
+        return SharedMemoryCommunicator(self, ranks)
 
     def _open(self, source: int, target: int, device: torch.device) -> Channel:
         from .backends.p2p_channels import NativeChannel, SharedChannel
@@ -402,18 +402,18 @@ def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:
         return {"init_method": "env://"} | who
     if place.port or place.world_size == 1:
         return {"init_method": f"tcp://{place.addr}:{place.port}"} | who
-    return {"store": meet(place, timeout)} | who
+    return {"store": rendezvous(place, timeout)} | who
 
 
 def _join(place: Detected) -> None:
     backend = choose(place=place)
     prepare(backend)
-    lead_gloo(place.addr, place.nodes)
+    choose_gloo_interface(place.addr, place.nodes)
     where = meeting(place, timeout())
     try:
         dist.init_process_group(backend, **where, timeout=timeout())
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.meeting}: {error}; "
-            + (lacking(backend) or advice(error, place.addr) or "are all ranks started, and is the port free and reachable?")
+            + (lacking(backend) or gloo_hint(error, place.addr) or "are all ranks started, and is the port free and reachable?")
         ) from error

@@ -106,9 +106,9 @@ class Config:
     def set_schedule(self, schedule: Any) -> None:
         """How pipeline stages take turns: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", a `Schedule`, or the path of a file with one.
         Raises ScheduleError for a name nobody knows."""
-        from .pipeline.schedule import known
+        from .pipeline.schedule import parse_schedule
 
-        self.schedule = known(schedule)
+        self.schedule = parse_schedule(schedule)
 
     def follow(self, plan: Any) -> None:
         """Take what a plan of ``flow.auto.plan`` has chosen beside the layouts (those `flow.parallelize(model, placement, plan)` takes): the number of

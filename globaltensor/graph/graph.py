@@ -27,26 +27,26 @@ from ..distributed.divergence import digest_of
 from ..distributed.world import world
 from ..optim.zero import Zero, freeing
 from ..sharding.placement import Placement
-from ..sharding.spec import layout_on
+from ..sharding.spec import layout_for
 from . import passes, printing
 from . import state_dict as state
-from .capture.capture import Captured, Result, capture
+from .capture.capture import CaptureResult, Result, capture
 from .capture.dry_world import DryWorld
 from .capture.module_hooks import lying, stages_of, watched
 from .config import Config
 from .errors import GraphError
 from .grad_clip import clip
-from .microbatch import Cutting
-from .module_settings import Proxy, bare
-from .module_state import Held
+from .microbatch import MicrobatchSplit
+from .module_settings import ProxyModule, bare
+from .module_state import ModuleState
 from .passes.lower import lower
 from .pipeline.grad_sync import Grads
-from .pipeline.pipelined_graph import Staged
+from .pipeline.pipelined_graph import PipelinedGraph
 from .pipeline.timeline import Timeline
 from .pipeline.trace import measured
 from .program.program import Program, reader
 from .rank_agreement import Text, agree, agreed, seed_of, settings
-from .sharding_plan import Applied, Plan, following, plan_of
+from .sharding_plan import PlanFollower, ShardingPlan, following_plan, plan_of
 from .validation import apply_settings, attributes, check_captured, check_optimizer, check_scaler, modules_of, rebound
 
 __all__ = ["Graph"]
@@ -54,7 +54,7 @@ __all__ = ["Graph"]
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of the graphs of each class
 
 #: What finds a plan for a graph whose config asks for one: (graph, args, kwargs) -> Applied. Set by globaltensor.auto.
-SEARCHES: list[Callable[..., Applied]] = []
+AUTO_PLANNERS: list[Callable[..., PlanFollower]] = []
 
 
 class _Optimizer:
@@ -64,17 +64,17 @@ class _Optimizer:
         self.optimizer, self.schedule = optimizer, schedule
 
 
-class Built:
+class CompiledShape:
     """What the graph knows for one shape of its inputs."""
 
-    def __init__(self, captured: Captured, program: Program | None, staged: Staged | None) -> None:
+    def __init__(self, captured: CaptureResult, program: Program | None, staged: PipelinedGraph | None) -> None:
         self.captured, self.program, self.staged = captured, program, staged
         self.digest = b""  # by which ranks compare that they call it
         self.searched: Any = None  # the plan that a search has found for it
 
     def run(self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool) -> list[Any]:
         """The results of each micro-batch; gradients are summed over the ranks in the last one."""
-        flat_buffers.keep_let_go_memory()
+        flat_buffers.keep_freed_memory()
         if self.staged is not None:
             outs: Any = self.staged(micros, scale)
         else:
@@ -151,7 +151,7 @@ class Graph:
         if modules is None:
             raise GraphError(f"{type(self).__name__}.__init__ must call super().__init__() first")
         if name in modules:
-            return Proxy(modules[name], self._blocks)
+            return ProxyModule(modules[name], self._blocks)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
@@ -267,7 +267,7 @@ class Graph:
         self._attach()
         args, kwargs = self._brought(args, kwargs)
         self._check_inputs(args, kwargs)
-        cutting = Cutting(args, kwargs, self.config.accumulation if self.training else 1)
+        cutting = MicrobatchSplit(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
         built = self._for(*micros[0], len(micros))
         world().history_of_all().record(built.digest)
@@ -286,7 +286,7 @@ class Graph:
                 if not isinstance(t, GlobalTensor):
                     check_replicated(t, tuple(range(here.size)), f"input {i} of {self.name}", place=(self.name, i))
 
-    def _step(self, built: Built, micros: Sequence[Any]) -> list[Any]:
+    def _step(self, built: CompiledShape, micros: Sequence[Any]) -> list[Any]:
         """Forward and backward of each micro-batch, then one step of each optimizer."""
         self._clear()
         scale = 1.0 / len(micros)
@@ -317,10 +317,10 @@ class Graph:
     def _clear(self) -> None:
         self._held.clear([entry.optimizer for entry in self._optimizers])
 
-    def _held_now(self) -> Held:
+    def _held_now(self) -> ModuleState:
         """What the modules hold."""
         if self._held is None or not self._held.current(self._modules):
-            self.__dict__["_held"] = Held(self._modules)
+            self.__dict__["_held"] = ModuleState(self._modules)
         return self._held  # type: ignore[no-any-return]
 
     def _attach(self) -> None:
@@ -345,7 +345,7 @@ class Graph:
         def there(t: Any) -> Any:
             if not isinstance(t, GlobalTensor) or t.placement in places:
                 return t
-            return t.to_global(placement=first, sbp=layout_on(first, t.sbp))
+            return t.to_global(placement=first, sbp=layout_for(first, t.sbp))
 
         these = iter([there(t) for t in given])
         return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
@@ -365,7 +365,7 @@ class Graph:
         given = _shape_of(args), _shape_of(kwargs)
         return (*given, held.state(), self.config.version, self.training, attributes(self), _autocast_now(), RULES.version, rebound(self._built.values()))
 
-    def _for(self, args: Any, kwargs: Any, micros: int) -> Built:
+    def _for(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         key = self._key(args, kwargs)
         try:
             found = self._built.get(key)
@@ -374,7 +374,7 @@ class Graph:
         if found is None:
             try:
                 if self.config.auto is not None and self._plan is None:
-                    self.__dict__["_arranged"] = SEARCHES[0](self, args, kwargs)  # parameters may lie otherwise after it
+                    self.__dict__["_arranged"] = AUTO_PLANNERS[0](self, args, kwargs)  # parameters may lie otherwise after it
                     self._held_now()
                     key = self._key(args, kwargs)
                 found = self._build(args, kwargs, micros)
@@ -388,10 +388,10 @@ class Graph:
         self.__dict__["_last"] = found
         return found
 
-    def _build(self, args: Any, kwargs: Any, micros: int) -> Built:
+    def _build(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         texts: list[str] = []
 
-        def once() -> tuple[tuple[Captured, Sequence[Placement]], Text]:
+        def once() -> tuple[tuple[CaptureResult, Sequence[Placement]], Text]:
             with torch.set_grad_enabled(self.training):
                 captured = self._captured(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
@@ -408,23 +408,23 @@ class Graph:
         self._debug.log(self, captured, built.module)
         return built
 
-    def _programs(self, captured: Captured, stages: Sequence[Placement], args: Any, kwargs: Any, micros: int) -> Built:
+    def _programs(self, captured: CaptureResult, stages: Sequence[Placement], args: Any, kwargs: Any, micros: int) -> CompiledShape:
         """This rank's programs. Collective."""
         owners = {id(p._local if isinstance(p, GlobalTensor) else p): p for p in self._held_now().tensors}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
-            passes.choose(captured.program, captured.constants, self.config.memory)
+            passes.choose_recompute(captured.program, captured.constants, self.config.memory)
         if len(stages) > 1:
             given = object_tensors(kwargs, object_tensors(args, []))
             how = self.config.schedule, self.config.buffers, self.name, self.config.backend
-            built = Built(captured, None, Staged(captured, stages, given, states, micros, *how))
+            built = CompiledShape(captured, None, PipelinedGraph(captured, stages, given, states, micros, *how))
         else:
             captured.program = passes.agreed({0: captured.program})[0]
             lower(captured.program, captured.constants, self.config.backend)
-            built = Built(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
+            built = CompiledShape(captured, Program(captured.program, captured.constants, states, captured.inputs, self.name), None)
         return built
 
-    def _captured(self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks) -> Captured:
+    def _captured(self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks) -> CaptureResult:
         """``around``: of the context in which modules say when they run, the one to run build() in."""
         self.__dict__["_captures"] += 1
         named = {f"{name}.{path}": t for name, m in self._modules.items() for path, t in itertools.chain(m.named_parameters(), m.named_buffers())}
@@ -438,8 +438,8 @@ class Graph:
                 return self.build(*args, **kwargs)
 
         hooks: Callable[..., Any] = functools.partial(watched, self._modules, self._blocks, own=self.__dict__)
-        applied = self._arranged or (None if self._plan is None else Applied(self._plan))
-        return capture(build, args, kwargs, named, around(hooks if applied is None else functools.partial(following, applied, hooks)))
+        applied = self._arranged or (None if self._plan is None else PlanFollower(self._plan))
+        return capture(build, args, kwargs, named, around(hooks if applied is None else functools.partial(following_plan, applied, hooks)))
 
     # Looking at it
 
@@ -455,14 +455,14 @@ class Graph:
             raise GraphError(f"{self.name} has not been captured yet: that happens at the first call")
         return self._last.captured.logical  # type: ignore[no-any-return]
 
-    def plan(self) -> Plan:
+    def plan(self) -> ShardingPlan:
         """How each op of the captured graph takes its operands, and what moves for it: for printing, comparing, saving, editing."""
         return plan_of(self.logical())
 
-    def use_plan(self, plan: Plan | str | None) -> None:
+    def use_plan(self, plan: ShardingPlan | str | None) -> None:
         """Follow a plan (or that in a file; None: no longer) from the next call on: operands are boxed to what it wants before an op runs. All ranks must give
         the same. That call raises GraphError where an op cannot take an operand so, naming it, or where the plan is of another graph."""
-        self.__dict__["_plan"] = Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        self.__dict__["_plan"] = ShardingPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         self.config.version += 1
 
     def auto_plan(self) -> Any:

@@ -12,10 +12,10 @@ from .._tensor.global_tensor import GlobalTensor
 from ..sharding.spec import Spec
 from .errors import GraphError
 
-__all__ = ["Cutting"]
+__all__ = ["MicrobatchSplit"]
 
 
-class Cutting:
+class MicrobatchSplit:
     """How the batch of one call is cut into ``n`` micro-batches.
 
     Where all inputs are split over the ranks into the same blocks of rows, each rank cuts what it has: a micro-batch is some rows of every block, and nothing

@@ -1,6 +1,6 @@
 """What a graph knows of the modules it is given: stages, recomputation. Settings are the graph's own, so that two graphs may share a module.
 
-``graph.model`` is the module seen through a `Proxy`; ``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
+``graph.model`` is the module seen through a `ProxyModule`; ``graph.model.layer.to(nn.graph.GraphModule)`` gives the settings of that part.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..errors import RenamedError
 from ..sharding.placement import Placement
 from .errors import GraphError
 
-__all__ = ["Block", "GraphModule", "GraphTensor", "Proxy", "bare", "stage_of_tensor"]
+__all__ = ["GraphModule", "GraphTensor", "ModuleSettings", "ProxyModule", "bare", "stage_of_tensor"]
 
 
-class Block:
+class ModuleSettings:
     """Settings of one module in one graph. There are no others: what is misspelt is an error."""
 
     __slots__ = ("activation_checkpointing", "placement", "stage_id")
@@ -48,13 +48,13 @@ class Block:
         return self.stage_id is None and self.placement is None and not self.activation_checkpointing
 
 
-class GraphModule(Block):
+class GraphModule(ModuleSettings):
     """What ``module.to(nn.graph.GraphModule)`` gives, inside a graph."""
 
     __slots__ = ()
 
 
-class GraphTensor(Block):
+class GraphTensor(ModuleSettings):
     """What ``tensor.to(nn.graph.GraphTensor)`` gives, inside build(), of a global tensor."""
 
     __slots__ = ("_tensor",)
@@ -79,7 +79,7 @@ def stage_of_tensor(tensor: torch.Tensor, stage_id: int | None, placement: Place
     """What a recorder sees of `GraphTensor.set_stage`."""
 
 
-class Proxy:
+class ProxyModule:
     """A module of a graph: behaves as the module does, and knows the graph's settings of it."""
 
     def __init__(self, module: Any, blocks: dict[int, GraphModule]) -> None:
@@ -132,7 +132,7 @@ class Proxy:
         del self._module[index]
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._module == (other._module if type(other) is Proxy else other))
+        return bool(self._module == (other._module if type(other) is ProxyModule else other))
 
     def __hash__(self) -> int:
         return hash(self._module)
@@ -159,10 +159,10 @@ WALKS = {
 
 def bare(value: Any) -> Any:
     """The module that a proxy stands for. Of a module that was made of proxies (``self.net = nn.Sequential(self.a, self.b)``): it, made of the modules."""
-    value = value._module if type(value) is Proxy else value
+    value = value._module if type(value) is ProxyModule else value
     for module in value.modules() if isinstance(value, torch.nn.Module) else ():
         for name, part in module._modules.items():
-            if type(part) is Proxy:
+            if type(part) is ProxyModule:
                 module._modules[name] = part._module  # before the walk comes to it
     return value
 
@@ -173,4 +173,4 @@ def _walk(method: Any, blocks: dict[int, GraphModule], *args: Any, **kwargs: Any
 
 
 def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:
-    return Proxy(value, blocks) if isinstance(value, torch.nn.Module) else value
+    return ProxyModule(value, blocks) if isinstance(value, torch.nn.Module) else value

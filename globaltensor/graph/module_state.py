@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.grad import set_grad
 
-__all__ = ["Held"]
+__all__ = ["ModuleState"]
 
 _numbers = itertools.count()
 # As methods of tensors they are seen by recorders; here nobody records.
 _set_grad = set_grad.__wrapped__  # type: ignore[attr-defined]
 
 
-class Held:
+class ModuleState:
     """The parts, parameters and buffers of ``modules`` as they are now; `current` says whether they still are."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:

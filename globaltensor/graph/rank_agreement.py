@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from ..distributed.communicator import Comm
+from ..distributed.communicator import Communicator
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
 from ..errors import noted
 from ..sharding.placement import Placement
 from .capture.dry_world import INSIDE, Left
 from .errors import GraphError
-from .program.nodes import Draw
+from .program.nodes import RandomCall
 
 __all__ = ["Text", "agree", "agreed", "seed_of", "settings"]
 
@@ -57,7 +57,7 @@ def _shown(value: Any) -> str:
 
 def seed_of(program: fx.Graph) -> int | None:
     """The seed of torch's generator, if this rank draws from it. Simulated ranks share one generator."""
-    drawn = any(isinstance(n.target, Draw) and n.kwargs.get("generator") is None for n in program.nodes)
+    drawn = any(isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None for n in program.nodes)
     return torch.initial_seed() if drawn and not isinstance(world(), SimulatedWorld) else None
 
 
@@ -129,7 +129,7 @@ def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
     return values.index(usual), next(i for i, v in enumerate(values) if v != usual)
 
 
-def _compare(name: str, comm: Comm, digests: Sequence[str], lines: Sequence[str], what: str, where: str, advice: str) -> None:
+def _compare(name: str, comm: Communicator, digests: Sequence[str], lines: Sequence[str], what: str, where: str, advice: str) -> None:
     odd = _odd(digests)
     if odd is None:
         return

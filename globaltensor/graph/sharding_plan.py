@@ -18,17 +18,17 @@ from torch import fx
 from .._base.pytree import replaced, tensors_in
 from .._base.writable_path import write_text
 from .._ops.call_plan import name_of
-from .._ops.rules import RULES, Arg, Op, rule_of
+from .._ops.rules import RULES, Arg, OpDescription, rule_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather
 from ..boxing import box
-from ..boxing import plan as route_of
+from ..boxing import plan_boxing as route_of
 from ..sharding.sbp import Sbp, broadcast, partial_sum
 from ..sharding.spec import Spec
 from .capture.single_device import SAME
 from .errors import GraphError
 
-__all__ = ["Applied", "Moved", "Operand", "Plan", "PlannedOp", "entry", "following", "plan_of"]
+__all__ = ["Moved", "Operand", "PlanFollower", "PlannedOp", "ShardingPlan", "entry", "following_plan", "plan_of"]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]
@@ -77,7 +77,7 @@ class PlannedOp:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """What `Graph.plan` gives. Two plans are equal where they say the same."""
 
     ops: tuple[PlannedOp, ...]
@@ -104,21 +104,21 @@ class Plan:
             raise GraphError(f"the plan has no op {name!r}; it has {', '.join(op.name for op in self.ops)}")
         return found
 
-    def wanting(self, name: str, operand: int, sbp: Sbp | Sequence[Sbp]) -> Plan:
+    def wanting(self, name: str, operand: int, sbp: Sbp | Sequence[Sbp]) -> ShardingPlan:
         """The same plan, but the op ``name`` takes its ``operand`` (counted from 0) as ``sbp``. Raises GraphError for an op or operand that is not there."""
         op = self[name]
         if not 0 <= operand < len(op.operands):
             raise GraphError(f"{name} has {len(op.operands)} operands, there is none with number {operand}")
         wanted = tuple(e.short for e in ([sbp] if isinstance(sbp, Sbp) else sbp))
         operands = tuple(dataclasses.replace(o, wanted=wanted) if i == operand else o for i, o in enumerate(op.operands))
-        return Plan(tuple(dataclasses.replace(o, operands=operands) if o is op else o for o in self.ops))
+        return ShardingPlan(tuple(dataclasses.replace(o, operands=operands) if o is op else o for o in self.ops))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, which may be edited: what counts when it is used are the ``wanted`` of operands."""
         write_text(path, json.dumps({"version": VERSION, "ops": [dataclasses.asdict(op) for op in self.ops]}, indent=1))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
         """Read what `save` has written. Raises GraphError for a file that is no plan."""
         try:
             told = json.loads(Path(path).read_text())
@@ -128,7 +128,7 @@ class Plan:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GraphError(f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}") from error
 
-    def diff(self, other: Plan) -> str:
+    def diff(self, other: ShardingPlan) -> str:
         """What ``other`` does otherwise: a line for each op that differs, and the traffic of both. Empty where they are equal."""
         if self == other:
             return ""
@@ -197,9 +197,9 @@ def _layout(spec: Spec) -> Layout:
 # ---------------------------------------------------------------------------------------------------------------- from a captured graph
 
 
-def plan_of(graph: fx.Graph) -> Plan:
+def plan_of(graph: fx.Graph) -> ShardingPlan:
     """The plan of a logical graph."""
-    return Plan(tuple(_planned(node) for node in graph.nodes if "came" in node.meta))
+    return ShardingPlan(tuple(_planned(node) for node in graph.nodes if "came" in node.meta))
 
 
 def _planned(node: fx.Node) -> PlannedOp:
@@ -234,10 +234,10 @@ def _final(boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, t
 # ---------------------------------------------------------------------------------------------------------------- for the next capture
 
 
-class Applied:
+class PlanFollower:
     """A plan being followed while a graph is captured: operands are boxed to what it says before an op runs."""
 
-    def __init__(self, plan: Plan, strict: bool = True, unasked: bool = False, searched: Any = None) -> None:
+    def __init__(self, plan: ShardingPlan, strict: bool = True, unasked: bool = False, searched: Any = None) -> None:
         """``strict``: raise where an op takes an operand otherwise than the plan says. ``unasked``: explicit changes of layout in build() follow the plan, not
         the code. ``searched``: what a search has found, where the plan comes from one."""
         self.plan, self.next, self.strict, self.unasked, self.searched = plan, 0, strict, unasked, searched
@@ -269,7 +269,7 @@ class Applied:
             why = f"{called}: operand {i}"
             if "_is_param" in t.__dict__ and parameter_gather.gather_axes(t._spec, spec):
                 # As ops gather parameters. Left to the op, it would be taken as it lies where that is cheaper than what the plan says.
-                there = GlobalTensor.wrap(parameter_gather.gathered(t, t._spec, spec, why), spec)
+                there = GlobalTensor.wrap(parameter_gather.gather_param(t, t._spec, spec, why), spec)
             else:
                 there = GlobalTensor.wrap(box(t._local, t._spec, spec, why=why), spec)
             self._moved.append((t, there, there._local._version))
@@ -333,7 +333,7 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
         return "it has no rule, so it takes every operand whole: B"
     placed = found[0].placement
     specs = [t._spec.shown if isinstance(t, GlobalTensor) else Spec.make(t.shape, t.dtype, placed, [broadcast] * placed.axes) for t in tensors]
-    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=func)
+    op = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=func)
     these = iter(op.args)
     try:
         rule.describe(op, *replaced(args, these), **replaced(kwargs, these))
@@ -349,7 +349,7 @@ def _admitted(func: Any, args: Any, kwargs: Any) -> str:
 
 
 @contextlib.contextmanager
-def following(applied: Applied, hooks: Callable[[Any], Any], logical: Any) -> Iterator[None]:
+def following_plan(applied: PlanFollower, hooks: Callable[[Any], Any], logical: Any) -> Iterator[None]:
     """``hooks(logical)``, with the recorder ``logical`` following a plan."""
     logical.applied = applied
     with hooks(logical):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._ops.methods import full
+from .._ops.methods import gather_global_value
 from .._tensor.global_tensor import GlobalTensor
 from .errors import GraphError
 
@@ -82,4 +82,4 @@ def not_copied(graph: Any, protocol: Any) -> Any:
 
 def _plain(x: Any) -> Any:
     """A state may come as `to_global` has made it, every tensor of it global."""
-    return full(x) if isinstance(x, GlobalTensor) else x
+    return gather_global_value(x) if isinstance(x, GlobalTensor) else x

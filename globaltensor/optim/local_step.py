@@ -31,7 +31,7 @@ from ..distributed.world import world
 from ..errors import GlobalTensorError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast, partial_sum
-from ..sharding.spec import Spec, Stored
+from ..sharding.spec import Spec, StorageSpec
 
 __all__ = ["ELEMENTWISE", "install", "relay"]
 
@@ -78,10 +78,10 @@ class _Bucket:
 class _Places:
     """Where in some parameters the shares of all ranks lie. Worked out once: it holds as long as these are the parameters and their memory."""
 
-    def __init__(self, members: Sequence[tuple[GlobalTensor, Stored]]) -> None:
+    def __init__(self, members: Sequence[tuple[GlobalTensor, StorageSpec]]) -> None:
         self.members = [(p, p._local, shard) for p, shard in members]
         self.alone: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, ...], list[int]]] = []  # parameter, own share, whole, ranks, numels
-        of_ways: dict[Hashable, list[tuple[_Bucket, list[tuple[GlobalTensor, Stored]]]]] = {}
+        of_ways: dict[Hashable, list[tuple[_Bucket, list[tuple[GlobalTensor, StorageSpec]]]]] = {}
         rank = world().rank
         for p, shard in members:
             local = p._local
@@ -105,7 +105,7 @@ class _Places:
                 if r == rank:
                     bucket.own = places
 
-    def serve(self, members: Sequence[tuple[GlobalTensor, Stored]]) -> bool:
+    def serve(self, members: Sequence[tuple[GlobalTensor, StorageSpec]]) -> bool:
         """Whether they hold for these parameters."""
         if len(members) != len(self.members):
             return False
@@ -154,7 +154,7 @@ class _Shares:
                 torch_private.copy_all(bucket.places, [share.view(place.shape) for share, place in zip(shares, bucket.places, strict=True)])
 
 
-def _in_a_row(p: GlobalTensor, shard: Stored) -> bool:
+def _in_a_row(p: GlobalTensor, shard: StorageSpec) -> bool:
     """Whether the shares of a parameter's local tensor are runs of its memory, in order."""
     split = {e.dim for a, e in enumerate(shard.layout) if a in shard.axes}
     return split == {0} and p._local.is_contiguous()
@@ -286,7 +286,7 @@ class _Swap:
             return
         self.last = None
         lists, rank = [group["params"] for group in optimizer.param_groups], world().rank
-        members: list[tuple[GlobalTensor, Stored]] = []
+        members: list[tuple[GlobalTensor, StorageSpec]] = []
         found: list[tuple[GlobalTensor, Spec, torch.Tensor]] = []
         sums: list[tuple[GlobalTensor, Spec]] = []
         seen: Spec | None = None  # the last one found ordinary: mostly that of the next parameter too, or of one of its shape

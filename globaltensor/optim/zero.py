@@ -23,7 +23,7 @@ from ..distributed.world import world
 from ..errors import GlobalTensorError
 from ..sharding.placement import Placement
 from ..sharding.sbp import split
-from ..sharding.spec import Spec, Stored
+from ..sharding.spec import Spec, StorageSpec
 from .local_step import ELEMENTWISE, relay
 
 __all__ = ["Zero", "ZeroError", "freeing", "shares_of"]
@@ -35,14 +35,14 @@ def freeing(zero: tuple[int, ...] | None, followed: bool, searched: Any) -> cont
     """Around a step's forward pass: whether gathered parameters are let go of, in ZeRO's third stage, or as a plan says that is ``followed`` or was
     ``searched`` for."""
     wanted = followed or (zero is not None and zero[0] == 3) or (searched is not None and searched.choices.get("freed"))
-    return parameter_gather.freed() if wanted else contextlib.nullcontext()
+    return parameter_gather.reshard_after_forward() if wanted else contextlib.nullcontext()
 
 
 class ZeroError(GlobalTensorError):
     """Settings, or an optimizer, that ZeRO cannot work with."""
 
 
-def shares_of(spec: Spec, shard_min_size: int = 1) -> Stored | None:
+def shares_of(spec: Spec, shard_min_size: int = 1) -> StorageSpec | None:
     """How a tensor that lies as ``spec`` is shared by the ranks that hold it alike; None where it is not: no such ranks, or less than ``shard_min_size``
     elements for each of them.
 
@@ -71,7 +71,7 @@ def shares_of(spec: Spec, shard_min_size: int = 1) -> Stored | None:
         order = [a for a in order if a not in axes] + axes
     where = spec.placement if order == sorted(order) else Placement(spec.placement.type, spec.placement.ranks.transpose(order))
     layout = [split(dim) if a in axes else spec.layout[a] for a in order]
-    return Stored.of(spec.replace(placement=where, layout=layout), spec, [order.index(a) for a in axes])
+    return StorageSpec.of(spec.replace(placement=where, layout=layout), spec, [order.index(a) for a in axes])
 
 
 class Zero:
@@ -98,7 +98,7 @@ class Zero:
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 raise ZeroError("ZeRO does not go with differentiable=True: the shares are gathered without a graph")
         self.optimizers, self.stage, self.shard_min_size = list(optimizers), stage, shard_min_size
-        self.shared: dict[GlobalTensor, Stored] = {}  # while attached
+        self.shared: dict[GlobalTensor, StorageSpec] = {}  # while attached
 
     def parameters(self) -> list[GlobalTensor]:
         """The global parameters of the optimizers, each once."""
@@ -111,7 +111,7 @@ class Zero:
         largest = 0
         for p in self.parameters():
             shares = shares_of(p._spec, self.shard_min_size)
-            if shares is None or p._shard is not None or isinstance(p._spec, Stored) or not p._local.is_leaf:
+            if shares is None or p._shard is not None or isinstance(p._spec, StorageSpec) or not p._local.is_leaf:
                 continue
             self.shared[p] = shares
             if self.stage == 3 and shares.placement is p._spec.placement:

@@ -12,7 +12,7 @@ import torch
 from .._base import torch_private
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.gradients.parameter_gather import unfolded
+from .._tensor.gradients.parameter_gather import to_logical
 from .._tensor.set_data import become_global, become_plain, set_data
 from ..distributed.world import world
 from ..errors import GlobalTensorError, SbpError, ShapeError
@@ -152,7 +152,7 @@ def module_to_local(self: torch.nn.Module) -> torch.nn.Module:
         old = held[name]
         if isinstance(old, GlobalTensor):
             if old not in done:
-                done[old] = become_plain(old, unfolded(old)._local.detach())
+                done[old] = become_plain(old, to_logical(old)._local.detach())
             held[name] = done[old]
     for part in self.modules():
         torch_private.refresh_weights(part)

@@ -15,13 +15,13 @@ from ..errors import SbpError
 from .placement import Placement
 from .sbp import Sbp, as_layout, broadcast, dual
 
-__all__ = ["Spec", "Stored", "fitting", "layout_on", "pieces"]
+__all__ = ["Spec", "StorageSpec", "balanced_split", "fitting", "layout_for"]
 
 # setdefault of a weak dictionary is not one step: of two threads (autograd's, or simulated ranks) both could win.
 _interning = threading.Lock()
 
 
-def layout_on(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
+def layout_for(placement: Placement, layout: Sequence[Sbp]) -> list[Sbp]:
     """How what lies as ``layout`` is to lie on another placement: alike where that has as many axes, else whole on all its ranks."""
     return list(layout) if len(layout) == placement.axes else [broadcast] * placement.axes
 
@@ -32,7 +32,7 @@ def fitting(layout: Sequence[Sbp], dims: int) -> list[Sbp]:
 
 
 @lru_cache(maxsize=1 << 14)
-def pieces(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
+def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
     """Balanced split of ``n`` elements over ``parts``, in whole groups of ``unit`` -> (offset, length) of each part.
 
     Of g groups the first g mod parts parts hold one more. The last group may be short.
@@ -48,11 +48,11 @@ def pieces(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def nested(n: int, chain: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+def nested_balanced_split(n: int, chain: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     """Pieces of pieces: ``chain`` holds (parts, unit) from the outermost axis inwards -> boxes in row-major order."""
     boxes: tuple[tuple[int, int], ...] = ((0, n),)
     for parts, unit in chain:
-        boxes = tuple((start + a, length) for start, size in boxes for a, length in pieces(size, parts, unit))
+        boxes = tuple((start + a, length) for start, size in boxes for a, length in balanced_split(size, parts, unit))
     return boxes
 
 
@@ -104,11 +104,11 @@ class Spec:
         raise AttributeError("specs are immutable")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return made, (tuple(self.shape), self.dtype, self.placement, self.layout)
+        return _rebuild_spec, (tuple(self.shape), self.dtype, self.placement, self.layout)
 
     @property
     def shown(self) -> Spec:
-        """What users are shown: the spec itself, save where a tensor is stored otherwise (`Stored`)."""
+        """What users are shown: the spec itself, save where a tensor is stored otherwise (`StorageSpec`)."""
         return self
 
     @property
@@ -156,7 +156,7 @@ class Spec:
             offsets, lengths = [0] * len(self.shape), list(self.shape)
             for axis, entry in enumerate(self.layout):
                 if entry.kind == "split":
-                    offset, length = pieces(lengths[entry.dim], self.placement.shape[axis], entry.unit)[where[axis]]
+                    offset, length = balanced_split(lengths[entry.dim], self.placement.shape[axis], entry.unit)[where[axis]]
                     offsets[entry.dim] += offset
                     lengths[entry.dim] = length
             found = self._boxes[rank] = (tuple(offsets), tuple(lengths))
@@ -168,7 +168,7 @@ class Spec:
 
     def largest_shape(self) -> tuple[int, ...]:
         """Shape of the largest local tensor."""
-        return tuple(max(length for _, length in nested(n, self.chain(dim))) for dim, n in enumerate(self.shape))
+        return tuple(max(length for _, length in nested_balanced_split(n, self.chain(dim))) for dim, n in enumerate(self.shape))
 
     def local_numel(self) -> int:
         """Elements of the largest local tensor."""
@@ -198,7 +198,7 @@ class Spec:
         return f"{short}{list(self.shape)} {' '.join(e.short for e in self.layout)}"
 
 
-class Stored(Spec):
+class StorageSpec(Spec):
     """How a tensor lies that counts as lying as ``shown``: each rank keeps only its share of what it is shown to hold (ZeRO, arXiv:1910.02054).
 
     Ops take such a tensor as ``shown`` and gather it. Each rank's share is part of what it holds by ``shown``; the ranks along ``axes`` of the placement hold
@@ -208,10 +208,10 @@ class Stored(Spec):
     __slots__ = ("axes", "shown")
     axes: tuple[int, ...]
     shown: Spec
-    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], Stored] = weakref.WeakValueDictionary()
+    _kept: weakref.WeakValueDictionary[tuple[Spec, Spec], StorageSpec] = weakref.WeakValueDictionary()
 
     @classmethod
-    def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
+    def of(cls, spec: Spec, shown: Spec, axes: Sequence[int]) -> StorageSpec:
         """The same object for equal arguments. ``axes``: those of ``spec.placement`` that split what ``shown`` does not."""
         found = cls._kept.get((spec, shown))
         if found is None:
@@ -231,14 +231,14 @@ class Stored(Spec):
         return Spec.make(self.shape, self.dtype, self.placement, self.layout)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return stored, (self.plain, self.shown, self.axes)
+        return _rebuild_storage_spec, (self.plain, self.shown, self.axes)
 
     def replace(
         self, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, placement: Placement | None = None, layout: Sequence[Sbp] | None = None
     ) -> Spec:
         """With another dtype it is still stored so; with another shape, placement or layout it is an ordinary spec."""
         if shape is None and placement is None and layout is None:
-            return Stored.of(self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes)
+            return StorageSpec.of(self.plain.replace(dtype=dtype), self.shown.replace(dtype=dtype), self.axes)
         return super().replace(shape=shape, dtype=dtype, placement=placement, layout=layout)
 
     def ranks(self, rank: int) -> tuple[int, ...]:
@@ -254,14 +254,14 @@ class Stored(Spec):
         return f"{self.shown!r} kept as {super().__repr__()}"
 
 
-def made(shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]) -> Spec:
+def _rebuild_spec(shape: Sequence[int], dtype: torch.dtype, placement: Placement, layout: Sequence[Sbp]) -> Spec:
     """A spec out of a pickle: a function of the module has a name by which ``torch.load`` can allow it, a method has none."""
     return Spec.make(shape, dtype, placement, layout)
 
 
-def stored(spec: Spec, shown: Spec, axes: Sequence[int]) -> Stored:
-    """The same of `Stored`."""
-    return Stored.of(spec, shown, axes)
+def _rebuild_storage_spec(spec: Spec, shown: Spec, axes: Sequence[int]) -> StorageSpec:
+    """The same of `StorageSpec`."""
+    return StorageSpec.of(spec, shown, axes)
 
 
 def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]) -> tuple[Sbp, ...]:
@@ -280,7 +280,7 @@ def _canonical(shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, 
     for dim in {e.dim for e in out if e.kind == "split" and e.unit != 1}:
         axes = [a for a, e in enumerate(out) if e.kind == "split" and e.dim == dim]
         chain = tuple((placement.shape[a], out[a].unit) for a in axes)
-        if nested(shape[dim], chain) == nested(shape[dim], tuple((p, 1) for p, _ in chain)):
+        if nested_balanced_split(shape[dim], chain) == nested_balanced_split(shape[dim], tuple((p, 1) for p, _ in chain)):
             for a in axes:
                 out[a] = Sbp("split", dim)
     return tuple(out)

@@ -18,7 +18,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 import globaltensor as flow
 from globaltensor._base.pytree import replaced
 from globaltensor._ops import creation, dispatch
-from globaltensor._ops.call_plan import Boxed, Through, Whole
+from globaltensor._ops.call_plan import DelegatePlan, LocalPlan, ReplicatedPlan
 from globaltensor._ops.rules import RULES
 from globaltensor._tensor.global_tensor import GlobalTensor
 from globaltensor.distributed.simulate import simulate
@@ -300,11 +300,11 @@ def _placement(grid: Sequence[int]) -> Any:
 def _how_it_ran(largest: int) -> str:
     """What the plans made for one call tell; ``largest``: elements of its largest operand."""
     plans = dispatch._cache.plans
-    if any(isinstance(p, Whole) and key[0] not in RULES for key, p in plans.items()):
+    if any(isinstance(p, ReplicatedPlan) and key[0] not in RULES for key, p in plans.items()):
         return "fallback"
-    boxed = [p for p in plans.values() if isinstance(p, Boxed)]
-    through = any(isinstance(p, Through) for p in plans.values())
-    gathered = any(isinstance(p, Whole) for p in plans.values()) or any(
+    boxed = [p for p in plans.values() if isinstance(p, LocalPlan)]
+    through = any(isinstance(p, DelegatePlan) for p in plans.values())
+    gathered = any(isinstance(p, ReplicatedPlan) for p in plans.values()) or any(
         r is not None and 2 * r.src.numel > largest and not any(e.is_broadcast for e in r.src.layout) and all(e.is_broadcast for e in r.dst.layout)
         for p in boxed
         for r in p.routes
@@ -312,7 +312,7 @@ def _how_it_ran(largest: int) -> str:
     kept = any(e.is_split for p in boxed for s in p.dst for e in s.layout)
     if kept and not (through and gathered):
         return "composite" if through else "native"
-    return "whole" if boxed or any(isinstance(p, Whole) for p in plans.values()) else "own"
+    return "whole" if boxed or any(isinstance(p, ReplicatedPlan) for p in plans.values()) else "own"
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from globaltensor._ops.rules.notation import Arg, Op, Signature, Split
+from globaltensor._ops.rules.notation import Arg, LocalContext, OpDescription, Signature
 from globaltensor._ops.rules.registry import RULES
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
@@ -23,7 +23,7 @@ from globaltensor.errors import noted
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum
 from globaltensor.sbp import split as split_sbp
 from globaltensor.sharding.placement import Placement
-from globaltensor.sharding.spec import Spec, pieces
+from globaltensor.sharding.spec import Spec, balanced_split
 
 from .device import DEVICE
 
@@ -64,7 +64,7 @@ def distribute(value: torch.Tensor, spec: Spec, gen: torch.Generator) -> Locals:
             return
         entry, n = spec.layout[axis], spec.placement.shape[axis]
         if entry.is_split:
-            parts = [part.narrow(entry.dim, a, length) for a, length in pieces(part.shape[entry.dim], n, entry.unit)]
+            parts = [part.narrow(entry.dim, a, length) for a, length in balanced_split(part.shape[entry.dim], n, entry.unit)]
         else:
             parts = [part] * n if entry.is_broadcast else summands(part, n, entry.reduce, gen)
         for i, p in enumerate(parts):
@@ -118,9 +118,9 @@ def swapped(value: Any, these: Iterator[Any]) -> Any:
     return type(value)([swapped(v, these) for v in value]) if type(value) in (tuple, list) else value
 
 
-def described(func: Any, specs: Sequence[Spec], args: Any, kwargs: Any) -> Op:
+def described(func: Any, specs: Sequence[Spec], args: Any, kwargs: Any) -> OpDescription:
     """What the rule of ``func`` says of a call with these specs."""
-    op = Op([Arg(i, s) for i, s in enumerate(specs)])
+    op = OpDescription([Arg(i, s) for i, s in enumerate(specs)])
     these = iter(op.args)
     RULES[func].describe(op, *swapped(args, these), **swapped(kwargs, these))
     return op
@@ -147,7 +147,7 @@ def menus(func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any, pl
     return menu
 
 
-def _exact(op: Op, specs: Sequence[Spec], outs: Sequence[torch.Tensor]) -> tuple[list[Spec], dict[Any, tuple[int, ...]]] | None:
+def _exact(op: OpDescription, specs: Sequence[Spec], outs: Sequence[torch.Tensor]) -> tuple[list[Spec], dict[Any, tuple[int, ...]]] | None:
     """Specs of the results where the operands fit a signature on every axis, as the dispatcher would take it."""
     placement = specs[0].placement
     chosen: list[Signature] = []
@@ -228,7 +228,7 @@ def _run(func: Callable[..., Any], leaves: Sequence[torch.Tensor], args: Any, kw
 
 def _compare(
     func: Any,
-    op: Op,
+    op: OpDescription,
     specs: list[Spec],
     outs: list[Spec],
     factors: dict[Any, tuple[int, ...]],
@@ -245,7 +245,7 @@ def _compare(
     results: Parts = {}
 
     def forward(rank: int) -> None:
-        function = (op.local(Split(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else None) or func
+        function = (op.local(LocalContext(rank, tuple(specs), tuple(outs), factors, op)) if op.local is not None else None) or func
         inputs[rank] = [p[rank].requires_grad_(p[rank].is_floating_point()) for p in parts]
         results[rank] = _run(function, inputs[rank], args, kwargs, inplace)
         assert len(results[rank]) == len(want)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from globaltensor.auto.plan.plan import Alternative, Change, Given, Other, Plan, PlannedCall
+from globaltensor.auto.plan.plan import Alternative, LayoutChange, OtherChoice, PlacedTensor, Plan, PlannedCall
 
 __all__ = ["layered", "pipelined"]
 
 
 def layered(layers: int, prefix: str = "blocks") -> Plan:
     """A stack of layers that are alike: norm, up, down and an addition each, up split by columns and down by rows on the second axis."""
-    given = [Given("input_0", "input", (8, 16), "float32", ("S(0)", "B"), 256)]
+    given = [PlacedTensor("input_0", "input", (8, 16), "float32", ("S(0)", "B"), 256)]
     calls: list[PlannedCall] = []
-    changes: list[Change] = []
+    changes: list[LayoutChange] = []
     x = "input_0"
 
     def call(name: str, function: str, module: str, operands: tuple[str, ...], wanted: tuple[tuple[str, str], ...], result: tuple[str, str]) -> str:
         shape = (8, 64) if module.endswith("up") else (8, 16)
         others = (
-            Other(wanted, (("S(0)", "B"),), 2e-3, 1024, f"all_gather of {name} (4.0 KiB, S(0) S(1) -> S(0) B)"),
-            Other(wanted, (("B", "B"),), 0.0, 0, ""),
+            OtherChoice(wanted, (("S(0)", "B"),), 2e-3, 1024, f"all_gather of {name} (4.0 KiB, S(0) S(1) -> S(0) B)"),
+            OtherChoice(wanted, (("B", "B"),), 0.0, 0, ""),
         )
         times = (1e-3, 2e-3) if function == "linear" else (1e-4, 2e-4)
         calls.append(PlannedCall(name, function, module, "model.py:7", operands, wanted, (result,), (shape,), *times, 0.0, 0.125, others, 512, len(calls)))
@@ -29,15 +29,15 @@ def layered(layers: int, prefix: str = "blocks") -> Plan:
 
     for i in range(layers):
         path = f"{prefix}.{i}"
-        given += [Given(f"{path}.norm.weight", "parameter", (16,), "float32", ("B", "B"), 64)]
-        given += [Given(f"{path}.up.weight", "parameter", (64, 16), "float32", ("B", "S(0)"), 1024, (Other((), (("B", "B"),), 1e-3, 3072, ""),))]
-        given += [Given(f"{path}.down.weight", "parameter", (16, 64), "float32", ("B", "S(1)"), 1024)]
+        given += [PlacedTensor(f"{path}.norm.weight", "parameter", (16,), "float32", ("B", "B"), 64)]
+        given += [PlacedTensor(f"{path}.up.weight", "parameter", (64, 16), "float32", ("B", "S(0)"), 1024, (OtherChoice((), (("B", "B"),), 1e-3, 3072, ""),))]
+        given += [PlacedTensor(f"{path}.down.weight", "parameter", (16, 64), "float32", ("B", "S(1)"), 1024)]
         normed = call(f"layer_norm_{i}", "layer_norm", f"{path}.norm", (x, f"{path}.norm.weight"), (("S(0)", "B"), ("B", "B")), ("S(0)", "B"))
         up = call(f"linear_{2 * i}", "linear", f"{path}.up", (normed, f"{path}.up.weight"), (("S(0)", "B"), ("B", "S(0)")), ("S(0)", "S(1)"))
         down = call(f"linear_{2 * i + 1}", "linear", f"{path}.down", (up, f"{path}.down.weight"), (("S(0)", "S(1)"), ("B", "S(1)")), ("S(0)", "P"))
         x = call(f"add_{i}", "add", path, (x, down), (("S(0)", "B"), ("S(0)", "B")), ("S(0)", "B"))
-        changes += [Change(down, x, ("S(0)", "P"), ("S(0)", "B"), 5e-4, 0.0, 512, "all_reduce", "")]
-        changes += [Change(f"{path}.up.weight", up, ("B", "S(0)"), ("B", "S(0)"), 0.0, 1e-4, 4096, "", "all_reduce")]
+        changes += [LayoutChange(down, x, ("S(0)", "P"), ("S(0)", "B"), 5e-4, 0.0, 512, "all_reduce", "")]
+        changes += [LayoutChange(f"{path}.up.weight", up, ("B", "S(0)"), ("B", "S(0)"), 0.0, 1e-4, 4096, "", "all_reduce")]
     call("mse_loss", "mse_loss", "", (x,), (("S(0)", "B"),), ("P", "B"))
     end = 2 * len(calls)
     levels = [(t, 10_000 * layers + 512 * min(t, end - t)) for t in range(end)]

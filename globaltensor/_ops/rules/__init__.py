@@ -1,12 +1,25 @@
 """Rules: what each torch function admits. One file per family; `rule` adds more."""
 
-from .strategy import Choice, choose
-from .notation import Arg, Op, Range, Signature, Split
-from .registry import RULES, UNSEEING, Derived, Rule, composite, rule, rule_of, spellings_of
+from .strategy import SignatureChoice, select_signature
+from .notation import Arg, OpDescription, Range, Signature, LocalContext
+from .registry import RULES, DATA_FREE_VARIANTS, Derived, Rule, composite, rule, rule_of, spellings_of
 
 __all__ = [
-    "RULES", "UNSEEING", "Arg", "Choice", "Derived", "Op", "Range", "Rule", "Signature", "Split",
-    "choose", "composite", "rule", "rule_of", "spellings_of",
+    "DATA_FREE_VARIANTS",
+    "RULES",
+    "Arg",
+    "Derived",
+    "LocalContext",
+    "OpDescription",
+    "Range",
+    "Rule",
+    "Signature",
+    "SignatureChoice",
+    "composite",
+    "rule",
+    "rule_of",
+    "select_signature",
+    "spellings_of",
 ]  # fmt: skip
 
 # Each family declares its rules when imported. Some take rules of an earlier one: the order counts.

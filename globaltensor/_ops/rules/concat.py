@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..._base.torch_private import at_least, meshgrid_of_list
-from .notation import Arg, Op, Split
+from .notation import Arg, LocalContext, OpDescription
 from .registry import rule
 from .slicing import joins
 from .view import each_spelling, identity, passes
@@ -21,12 +21,12 @@ from .view import each_spelling, identity, passes
 
 
 @rule(["linspace", "logspace"])
-def _linspace(op: Op, *args: Any, **kwargs: Any) -> None:
+def _linspace(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.out = [(None,)]  # the ends may be tensors
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(op: Op, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
+def _repeat_interleave(op: OpDescription, input: Arg, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> None:
     if repeats is None:  # repeat_interleave(repeats): how many places there are is data
         op.whole_call = True
         return
@@ -58,7 +58,7 @@ def _repeat_each(input: Any, repeats: Any, dim: int | None = None, *, output_siz
 
 
 @rule(["cat", "concat", "concatenate"])
-def _cat(op: Op, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None) -> None:
+def _cat(op: OpDescription, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = None) -> None:
     n = max(t.ndim for t in tensors)
     d = (dim if axis is None else axis) % n
     for t in tensors:
@@ -72,7 +72,7 @@ def _cat(op: Op, tensors: Sequence[Arg], dim: Any = 0, *, axis: int | None = Non
 
 
 @rule("stack")
-def _stack(op: Op, tensors: Sequence[Arg], dim: int = 0) -> None:
+def _stack(op: OpDescription, tensors: Sequence[Arg], dim: int = 0) -> None:
     for t in tensors:
         op.set(t, range(t.ndim))
     n = tensors[0].ndim
@@ -86,7 +86,7 @@ def _stacked(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -
         lifted = [lift(t) for t in tensors]
         return torch.cat(lifted, dim(lifted[0]))
 
-    def describe(op: Op, tensors: Sequence[Arg]) -> None:
+    def describe(op: OpDescription, tensors: Sequence[Arg]) -> None:
         op.composite = run
 
     rule(name)(describe)
@@ -124,13 +124,13 @@ for _n in (1, 2, 3):
 
 
 @rule("block_diag")
-def _block_diag(op: Op, *tensors: Arg) -> None:
+def _block_diag(op: OpDescription, *tensors: Arg) -> None:
     op.out = [(None, None)]
     passes(op)
 
 
 @rule(torch.broadcast_tensors)
-def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
+def _broadcast_tensors(op: OpDescription, *tensors: Arg) -> None:
     def run(*tensors: Any) -> Any:
         these = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
         shape = torch.broadcast_shapes(*[t.shape for t in these])
@@ -140,13 +140,13 @@ def _broadcast_tensors(op: Op, *tensors: Arg) -> None:
 
 
 @rule("dequantize")
-def _dequantize(op: Op, input: Any) -> None:
+def _dequantize(op: OpDescription, input: Any) -> None:
     """Describe what gives ordinary numbers as float32: no global tensor has others."""
     op.composite = lambda input: input.float()
 
 
 @rule("cartesian_prod")
-def _cartesian_prod(op: Op, *tensors: Any) -> None:
+def _cartesian_prod(op: OpDescription, *tensors: Any) -> None:
     op.compose(_tuples)
 
 
@@ -158,13 +158,13 @@ def _tuples(*tensors: Any) -> Any:
 
 
 @rule("combinations")
-def _combinations(op: Op, input: Arg, r: int = 2, with_replacement: bool = False) -> None:
+def _combinations(op: OpDescription, input: Arg, r: int = 2, with_replacement: bool = False) -> None:
     places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
     op.compose(lambda input, *args, **kwargs: input[places])
 
 
 @rule([torch.meshgrid, meshgrid_of_list])
-def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
+def _meshgrid(op: OpDescription, *tensors: Arg, indexing: str | None = None) -> None:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
         these = list(tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors)
         swap = indexing == "xy" and len(these) > 1
@@ -186,7 +186,7 @@ def _meshgrid(op: Op, *tensors: Arg, indexing: str | None = None) -> None:
 
 
 @rule("diag")
-def _diag(op: Op, input: Arg, diagonal: int = 0) -> None:
+def _diag(op: OpDescription, input: Arg, diagonal: int = 0) -> None:
     if input.ndim == 2:
         op.compose(lambda input, diagonal=0: input.diagonal(diagonal).clone())
         return
@@ -197,7 +197,7 @@ def _diag(op: Op, input: Arg, diagonal: int = 0) -> None:
     op.set(input, ("i",))
     op.out = [("i", None)]
 
-    def local(split: Split) -> Callable[..., torch.Tensor]:
+    def local(split: LocalContext) -> Callable[..., torch.Tensor]:
         offset, length = split.box("i")
         return lambda input, *args, **kwargs: F.pad(torch.diag(input), (offset, op.args[0].shape[0] - offset - length))
 
@@ -208,7 +208,7 @@ rule("diagflat")(lambda op, *args, **kwargs: op.compose(lambda input, offset=0: 
 
 
 @rule("diag_embed")
-def _diag_embed(op: Op, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> None:
+def _diag_embed(op: OpDescription, input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> None:
     n = input.ndim + 1
     new = {dim1 % n, dim2 % n}
     op.set(input, [*range(input.ndim - 1), None])
@@ -221,12 +221,12 @@ def _diag_embed(op: Op, input: Arg, offset: int = 0, dim1: int = -2, dim2: int =
 
 
 def _triangle(name: str) -> Callable[..., None]:
-    def describe(op: Op, input: Arg, diagonal: int = 0) -> None:
+    def describe(op: OpDescription, input: Arg, diagonal: int = 0) -> None:
         identity(op, input)
         passes(op)
         rows, columns = input.ndim - 2, input.ndim - 1
 
-        def local(split: Split) -> Callable[..., torch.Tensor]:
+        def local(split: LocalContext) -> Callable[..., torch.Tensor]:
             shifted = diagonal + split.box(rows)[0] - split.box(columns)[0]
             return lambda input, *args, **kwargs: getattr(input, name)(shifted)
 
@@ -240,7 +240,7 @@ each_spelling("triu", _triangle)
 
 
 @rule([F.pixel_shuffle])
-def _pixel_shuffle(op: Op, input: Arg, upscale_factor: int) -> None:
+def _pixel_shuffle(op: OpDescription, input: Arg, upscale_factor: int) -> None:
     identity(op, input)
     n, r = input.ndim, upscale_factor
     op.scale = {(0, n - 3): r * r, (~0, n - 2): r, (~0, n - 1): r}
@@ -249,7 +249,7 @@ def _pixel_shuffle(op: Op, input: Arg, upscale_factor: int) -> None:
 
 
 @rule([F.pixel_unshuffle])
-def _pixel_unshuffle(op: Op, input: Arg, downscale_factor: int) -> None:
+def _pixel_unshuffle(op: OpDescription, input: Arg, downscale_factor: int) -> None:
     identity(op, input)
     n, r = input.ndim, downscale_factor
     op.scale = {(~0, n - 3): r * r, (0, n - 2): r, (0, n - 1): r}
@@ -257,13 +257,13 @@ def _pixel_unshuffle(op: Op, input: Arg, downscale_factor: int) -> None:
     op.local = _unless_empty(lambda input: F.pixel_unshuffle(input, r))
 
 
-def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Split], Callable[..., torch.Tensor]]:
+def _unless_empty(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[LocalContext], Callable[..., torch.Tensor]]:
     """For functions that torch gets wrong on empty tensors (the backward of pixel_shuffle is one)."""
     return lambda split: lambda input, *args, **kwargs: function(input) if input.numel() else input.reshape(split.out_shape())
 
 
 @rule([F.channel_shuffle])
-def _channel_shuffle(op: Op, input: Arg, groups: int) -> None:
+def _channel_shuffle(op: OpDescription, input: Arg, groups: int) -> None:
     op.set(input, [None if k == 1 else k for k in range(input.ndim)])
     op.out = [op.dims[0]]
     passes(op)

@@ -21,16 +21,16 @@ from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import partial_sum
 from ...sharding.spec import Spec
-from .partial_extrema import settling
+from .partial_extrema import reduce_partials_async
 
-__all__ = ["Count", "Quotient", "settle"]
+__all__ = ["DeferredMean", "PendingCount", "materialize"]
 
 
 def _over() -> torch.Tensor:
     raise AssertionError("asked once")
 
 
-class Count:
+class PendingCount:
     """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the latest when it is called; or it rides with something else.
     ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that. ``programmed``: all ranks
     run the same program, in which nobody looks at the loss before its backward pass."""
@@ -53,7 +53,7 @@ class Count:
         """Begin, unless it is on its way. Collective."""
         if not self.started:
             if self._watchers is None:
-                self._wait = settling(self.part)
+                self._wait = reduce_partials_async(self.part)
             else:
                 self._watchers.ask(self._start_with)
 
@@ -62,7 +62,7 @@ class Count:
         part = self.part
         assert isinstance(part, GlobalTensor)
         both = torch.stack([part._local.detach(), torch.full_like(part._local, some)])
-        wait = functools.cache(settling(GlobalTensor.wrap(both, part._spec.replace(shape=(2,)))))
+        wait = functools.cache(reduce_partials_async(GlobalTensor.wrap(both, part._spec.replace(shape=(2,)))))
         self._wait = lambda: cast(torch.Tensor, wait()[0])
         return lambda: bool(cast(GlobalTensor, wait())._local[1])
 
@@ -141,15 +141,15 @@ class Count:
             self._rides_in, self.riding = None, False
 
 
-class Quotient(SlottedGlobalTensor):
+class DeferredMean(SlottedGlobalTensor):
     """``total / count()``. Becomes an ordinary GlobalTensor as soon as its local part is asked for."""
 
     __slots__ = ()
 
     @staticmethod
-    def of(total: GlobalTensor, count: Count) -> GlobalTensor:
+    def of(total: GlobalTensor, count: PendingCount) -> GlobalTensor:
         """``total``: a scalar that may have a gradient."""
-        out = torch_private.make_wrapper(Quotient, total._spec.shape, dtype=total._spec.dtype, device=total._local.device)
+        out = torch_private.make_wrapper(DeferredMean, total._spec.shape, dtype=total._spec.dtype, device=total._local.device)
         out._spec = total._spec
         out._memory = None
         out.__dict__["_parts"] = (total, count)
@@ -157,11 +157,11 @@ class Quotient(SlottedGlobalTensor):
 
     @property
     def _local(self) -> torch.Tensor:  # type: ignore[override]
-        return settle(self)._local
+        return materialize(self)._local
 
     @_local.setter
     def _local(self, value: torch.Tensor) -> None:
-        settle(self)._local = value
+        materialize(self)._local = value
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -169,7 +169,7 @@ class Quotient(SlottedGlobalTensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        settle(self).requires_grad = value
+        materialize(self).requires_grad = value
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -182,7 +182,7 @@ class Quotient(SlottedGlobalTensor):
     def detach(self) -> GlobalTensor:  # type: ignore[override]
         """The same value without a gradient, in the same memory: whichever of both is looked at first, the other has it then too."""
         total, count = self.__dict__["_parts"]
-        out = Quotient.of(total.detach(), count)
+        out = DeferredMean.of(total.detach(), count)
         out.__dict__["_source"] = weakref.ref(self)
         self.__dict__.setdefault("_views", []).append(weakref.ref(out))
         return out
@@ -191,15 +191,15 @@ class Quotient(SlottedGlobalTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SCALINGS and not kwargs and len(args) == 2 and not torch_private.function_mode_on():
             a, b = args  # a multiple is a quotient of a multiple: nobody has looked yet
-            if isinstance(a, Quotient) and type(b) in _NUMBERS:
+            if isinstance(a, DeferredMean) and type(b) in _NUMBERS:
                 total, count = a.__dict__["_parts"]
-                return Quotient.of(func(total, b), count)
-            if isinstance(b, Quotient) and type(a) in _NUMBERS and func in _PRODUCTS:
+                return DeferredMean.of(func(total, b), count)
+            if isinstance(b, DeferredMean) and type(a) in _NUMBERS and func in _PRODUCTS:
                 total, count = b.__dict__["_parts"]
-                return Quotient.of(func(a, total), count)
+                return DeferredMean.of(func(a, total), count)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def owed(self) -> tuple[GlobalTensor, Count]:
+    def owed(self) -> tuple[GlobalTensor, PendingCount]:
         """(the total, by what it has to be divided): backward may start from the total and ``1 / bound``, and owes the factor of the count."""
         return self.__dict__["_parts"]  # type: ignore[no-any-return]
 
@@ -209,7 +209,7 @@ _PRODUCTS = frozenset((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.
 _SCALINGS = _PRODUCTS | {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.divide, torch.Tensor.divide, torch.true_divide, torch.Tensor.true_divide}
 
 
-def _taken(total: GlobalTensor, count: Count) -> tuple[torch.Tensor, Spec]:
+def _taken(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec]:
     """The quotient's local tensor and spec. Local parts are divided: a rank may look at its own alone, which is no operation of the program that all run."""
     number: Any = count()
     if torch_private.function_mode_on():
@@ -218,14 +218,14 @@ def _taken(total: GlobalTensor, count: Count) -> tuple[torch.Tensor, Spec]:
     return total._local / (number._local if isinstance(number, GlobalTensor) else number), total._spec
 
 
-def settle(x: GlobalTensor) -> GlobalTensor:
+def materialize(x: GlobalTensor) -> GlobalTensor:
     """Take the quotient: in place, since others may hold the tensor. Collective where its count is not on its way."""
-    if isinstance(x, Quotient):
+    if isinstance(x, DeferredMean):
         held = x.__dict__
         source = held["_source"]() if "_source" in held else None
-        if isinstance(source, Quotient):
-            settle(source)  # and with it this one
-            if not isinstance(x, Quotient):
+        if isinstance(source, DeferredMean):
+            materialize(source)  # and with it this one
+            if not isinstance(x, DeferredMean):
                 return x
         total, count = held.pop("_parts")
         if not count.started and (reducer := world().reducer) is not None:
@@ -238,5 +238,5 @@ def settle(x: GlobalTensor) -> GlobalTensor:
         held.pop("_source", None)
         for view in held.pop("_views", ()):
             if (other := view()) is not None:
-                settle(other)
+                materialize(other)
     return x

@@ -27,7 +27,7 @@ from ...errors import ShapeError
 from ...sharding.sbp import Sbp, broadcast
 from .grouped_linear import gated
 from .helpers import register, zeros_connected
-from .notation import Arg, Op, Signature, Split
+from .notation import Arg, LocalContext, OpDescription, Signature
 
 __all__ = ["TokenFunction", "experts"]
 
@@ -87,7 +87,7 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tenso
 _T, _E = "tokens", "experts"
 
 
-def _describe(op: Op, x: Arg, index: Arg, weights: Arg, *parameters: Arg, function: Function = gated, shared: Sequence[Arg] = ()) -> None:
+def _describe(op: OpDescription, x: Arg, index: Arg, weights: Arg, *parameters: Arg, function: Function = gated, shared: Sequence[Arg] = ()) -> None:
     for a in (x, index, weights):
         op.set(a, (_T, None))
     for p in parameters:
@@ -110,7 +110,7 @@ def _describe(op: Op, x: Arg, index: Arg, weights: Arg, *parameters: Arg, functi
     op.local = lambda split: _local(split, x.index, parameters[0].index)
 
 
-def _local(split: Split, tokens: int, parameters: int) -> Callable[..., Tensor]:
+def _local(split: LocalContext, tokens: int, parameters: int) -> Callable[..., Tensor]:
     """What a rank runs: an exchange along the axes that split both."""
     held, spec = split.ins[tokens].layout, split.ins[parameters]
     axes = [a for a, e in enumerate(spec.layout) if _first(e) and _first(held[a])]

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from ..._base.torch_private import take_along_wraps
 from ...errors import FormError
-from .helpers import stand_in, unless_empty
-from .notation import Arg, Op, Range, Split, align
+from .helpers import dummy_like, skip_when_empty
+from .notation import Arg, LocalContext, OpDescription, Range, align
 from .registry import RULES, Rule, rule
 from .view import each_spelling, identity
 
@@ -63,7 +63,7 @@ def only(mine: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @rule("gather")
-def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> None:
+def _gather(op: OpDescription, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> None:
     d = input.dim(dim)
     same = [k != d and input.shape[k] == index.shape[k] for k in range(input.ndim)] if input.ndim == index.ndim else []
     op.set(input, [("x", k) if k == d or s else None for k, s in enumerate(same)] or [None] * input.ndim)
@@ -75,7 +75,7 @@ def _gather(op: Op, input: Arg, dim: int, index: Arg, *, sparse_grad: bool = Fal
 
 
 @rule("index_select")
-def _index_select(op: Op, input: Arg, dim: int, index: Arg) -> None:
+def _index_select(op: OpDescription, input: Arg, dim: int, index: Arg) -> None:
     d = input.dim(dim)
     op.set(input, [("x", k) for k in range(input.ndim)])
     op.set(index, ["k" if input.ndim else None] * index.ndim)
@@ -90,10 +90,10 @@ def _index_select(op: Op, input: Arg, dim: int, index: Arg) -> None:
     op.local = _looked_up(d, input.shape, select, aligned=True)
 
 
-def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False) -> Callable[[Split], Local]:
+def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False) -> Callable[[LocalContext], Local]:
     """Local form of picking along dim ``d``; ``aligned``: ``pick`` also shapes the mask to its result."""
 
-    def local(split: Split) -> Local:
+    def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
             return lambda input, dim, index, **kwargs: pick(input, index)
         box = split.box(("x", d))
@@ -109,13 +109,13 @@ def _looked_up(d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligne
 
 
 @rule("take")
-def _take(op: Op, input: Arg, index: Arg) -> None:
+def _take(op: OpDescription, input: Arg, index: Arg) -> None:
     # In a row, since one number as an index would give a view.
     op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
 
 
 @rule("take_along_dim")
-def _take_along_dim(op: Op, input: Arg, indices: Arg, dim: int | None = None) -> None:
+def _take_along_dim(op: OpDescription, input: Arg, indices: Arg, dim: int | None = None) -> None:
     op.composite = _take_along
 
 
@@ -130,7 +130,7 @@ def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
     return x.gather(d, indices.expand([indices.shape[k] if k == d else n for k, n in enumerate(shape)]))
 
 
-def _into(op: Op, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool], name: str, *, sums: bool) -> None:
+def _into(op: OpDescription, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool], name: str, *, sums: bool) -> None:
     """Write ``src`` to places of dim ``d``. ``same``: dims in which all agree. ``sums``: many sources to one place add up, so they may be split."""
     op.set(input, [("x", k) if k == d or same[k] else None for k in range(input.ndim)])
     matched = not isinstance(src, Arg) or (src.ndim == input.ndim and (index.ndim == 1 or src.shape[d] == index.shape[d]))
@@ -150,8 +150,8 @@ def _into(op: Op, input: Arg, d: int, index: Arg, src: Any, same: Sequence[bool]
     op.local = _written(d, input.shape, name)
 
 
-def _written(d: int, shape: Sequence[int], name: str) -> Callable[[Split], Local]:
-    def local(split: Split) -> Local:
+def _written(d: int, shape: Sequence[int], name: str) -> Callable[[LocalContext], Local]:
+    def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
             return lambda input, dim, index, *rest, **kwargs: getattr(input, name)(d, index, *rest, **kwargs)
         offset, length = split.box(("x", d))
@@ -170,7 +170,9 @@ def _written(d: int, shape: Sequence[int], name: str) -> Callable[[Split], Local
 def _scatter_rule(name: str) -> Callable[..., None]:
     plain = name.rstrip("_")
 
-    def describe(op: Op, input: Arg, dim: int, index: Arg, src: Any = None, reduce: str | None = None, *, value: Any = None, include_self: bool = True) -> None:
+    def describe(
+        op: OpDescription, input: Arg, dim: int, index: Arg, src: Any = None, reduce: str | None = None, *, value: Any = None, include_self: bool = True
+    ) -> None:
         if not input.ndim:
             raise FormError("0-dim operands")
         d = input.dim(dim)
@@ -193,7 +195,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 def _index_rule(name: str) -> Callable[..., None]:
     plain = name.rstrip("_")
 
-    def describe(op: Op, input: Arg, dim: int, index: Arg, source: Any = None, *args: Any, value: Any = None, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, dim: int, index: Arg, source: Any = None, *args: Any, value: Any = None, **kwargs: Any) -> None:
         if not input.ndim or not index.ndim:
             raise FormError("0-dim operands")
         d = input.dim(dim)
@@ -213,7 +215,7 @@ def _scatter_view(name: str, dims_of: Callable[..., set[int]]) -> None:
     """``select_scatter`` and its like: a copy of ``input`` with ``src`` in the place of a view."""
 
     @rule(name)
-    def describe(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
         cut = dims_of(input, *args, **kwargs)
         op.set(input, [None if k in cut else k for k in range(input.ndim)])
         kept = [k for k in range(input.ndim) if k not in cut]
@@ -229,7 +231,7 @@ _scatter_view("diagonal_scatter", lambda x, offset=0, dim1=0, dim2=1: {x.dim(dim
 # ---------------------------------------------------------------------------------------------------------------- masks
 
 
-def _masked_fill(op: Op, input: Arg, mask: Arg, value: Any, name: str) -> None:
+def _masked_fill(op: OpDescription, input: Arg, mask: Arg, value: Any, name: str) -> None:
     every, result = align([input.shape, mask.shape])
     op.set(input, every[0])
     op.set(mask, every[1])
@@ -245,7 +247,7 @@ def _masked_fill_local(first: bool, name: str) -> Local:
     return lambda input, mask, value: getattr(input, name)(mask, value if first else 0)
 
 
-def first_share(split: Split) -> bool:
+def first_share(split: LocalContext) -> bool:
     """Whether this rank's share of a partial sum is the one that carries a number written into all; the others' is zero."""
     target = split.ins[0]
     where = target.placement.coordinate(split.rank) or ()
@@ -256,18 +258,18 @@ each_spelling("masked_fill", lambda name: lambda op, input, mask, value: _masked
 
 
 @rule("masked_scatter")
-def _masked_scatter(op: Op, input: Arg, mask: Arg, source: Arg) -> None:
+def _masked_scatter(op: OpDescription, input: Arg, mask: Arg, source: Arg) -> None:
     op.out = [(None,) * max(input.ndim, mask.ndim)]  # the k-th true place takes the k-th element: nothing can be split
 
 
 @rule("fill_diagonal")
-def _fill_diagonal(op: Op, input: Arg, fill_value: Any, wrap: bool = False) -> None:
+def _fill_diagonal(op: OpDescription, input: Arg, fill_value: Any, wrap: bool = False) -> None:
     if isinstance(fill_value, Arg):
         raise FormError("a tensor as the value")
     identity(op, input)
     op.linear = [frozenset([input.index])]
 
-    def local(split: Split) -> Local:
+    def local(split: LocalContext) -> Local:
         boxes = [split.box(d) for d in range(input.ndim)]
         first, last = max(offset for offset, _ in boxes), min(offset + length for offset, length in boxes)
         rows, columns = input.shape[:2]
@@ -292,7 +294,7 @@ def _fill_diagonal(op: Op, input: Arg, fill_value: Any, wrap: bool = False) -> N
 
 @rule([F.embedding])
 def _embedding(
-    op: Op,
+    op: OpDescription,
     input: Arg,
     weight: Arg,
     padding_idx: int | None = None,
@@ -317,7 +319,7 @@ def _embedding(
     n = weight.shape[0]
     padding = None if padding_idx is None else padding_idx % max(n, 1)
 
-    def local(split: Split) -> Local:
+    def local(split: LocalContext) -> Local:
         if not split.is_split("rows"):
             return lambda input, weight, *args, **kwargs: F.embedding(input, weight, padding)
         offset, length = split.box("rows")
@@ -331,11 +333,11 @@ def _embedding(
 
     op.local = local
     # On a GPU the kernel's backward writes where it must not if the rows have no elements.
-    op.local = unless_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), stand_in(weight, 1, 1)))
+    op.local = skip_when_empty(op, alike=lambda input, weight, *args, **kwargs: F.embedding(input.new_zeros(1), dummy_like(weight, 1, 1)))
 
 
 @rule([torch.embedding])
-def _torch_embedding(op: Op, weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> None:
+def _torch_embedding(op: OpDescription, weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> None:
     op.composite = _embedding_by_name
 
 
@@ -345,7 +347,7 @@ def _embedding_by_name(weight: Any, indices: Any, padding_idx: int = -1, scale_g
 
 @rule([F.embedding_bag])
 def _embedding_bag(
-    op: Op, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+    op: OpDescription, input: Arg, weight: Arg, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
     mode: str = "mean", *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
     if max_norm is not None:
@@ -359,7 +361,7 @@ def _embedding_bag(
         for a in op.args[2:]:
             op.set(a, ("bags", None))
     op.linear = [frozenset([weight.index])] if mode != "max" else []
-    op.local = unless_empty(op, _dense_bags)
+    op.local = skip_when_empty(op, _dense_bags)
 
 
 def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -390,7 +392,7 @@ def _bound_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) ->
     return weight.mul_(torch.where(asked & (norms > max_norm), max_norm / (norms + 1e-7), 1.0))
 
 
-def _embedding_renorm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _embedding_renorm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = _bound_rows
 
 
@@ -398,7 +400,7 @@ RULES[torch.embedding_renorm_] = Rule("embedding_renorm", _embedding_renorm, inp
 
 
 @rule([F.one_hot])
-def _one_hot(op: Op, tensor: Arg, num_classes: int = -1) -> None:
+def _one_hot(op: OpDescription, tensor: Arg, num_classes: int = -1) -> None:
     if num_classes < 0:
         op.composite = lambda tensor, num_classes=-1: F.one_hot(tensor, int(tensor.max()) + 1)
         return
@@ -407,12 +409,12 @@ def _one_hot(op: Op, tensor: Arg, num_classes: int = -1) -> None:
 
 
 @rule("bucketize")
-def _bucketize(op: Op, input: Arg, boundaries: Arg, **kwargs: Any) -> None:
+def _bucketize(op: OpDescription, input: Arg, boundaries: Arg, **kwargs: Any) -> None:
     identity(op, input)
 
 
 @rule("searchsorted")
-def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> None:
+def _searchsorted(op: OpDescription, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> None:
     if not isinstance(input, Arg):
         raise FormError("one number to look for")
     lead = [("lead", k) for k in range(sorted_sequence.ndim - 1)]
@@ -427,7 +429,7 @@ def _searchsorted(op: Op, sorted_sequence: Arg, input: Arg, **kwargs: Any) -> No
 
 
 @rule(["nonzero", "argwhere", "masked_select", "nonzero_static", torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive])
-def _depends_on_data(op: Op, *args: Any, **kwargs: Any) -> None:
+def _depends_on_data(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.whole_call = True
 
 
@@ -435,7 +437,7 @@ _choice_by_mask = RULES[torch.where].describe
 
 
 @rule("where", scalars=True)
-def _where(op: Op, *args: Any, **kwargs: Any) -> None:
+def _where(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     condition = args[0] if args else kwargs.get("condition")
     if len(args) + len(kwargs) == 1:  # where(condition): the indices of what holds
         op.composite = lambda condition: condition.nonzero(as_tuple=True)

@@ -10,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .notation import Arg, Dims, Factor, Op, Split
+from .notation import Arg, Dims, Factor, LocalContext, OpDescription
 from .registry import RULES, Rule
 
 __all__ = [
-    "canonical", "dims_of", "kept", "operands", "reduced", "register", "split_in", "stand_in", "unless_empty", "zeros_connected",
-    "zeros_of",
+    "canonical",
+    "connected_zeros",
+    "dims_of",
+    "dummy_like",
+    "kept",
+    "operands",
+    "reduced",
+    "register",
+    "skip_when_empty",
+    "split_in",
+    "zeros_connected",
 ]  # fmt: skip
 
 
@@ -43,7 +52,7 @@ def kept(names: Sequence[Factor | None], dims: Sequence[int], keepdim: bool) -> 
     return tuple(None if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims)
 
 
-def reduced(op: Op, x: Arg, dims: Sequence[int], keepdim: bool, kind: str | None, results: int = 1) -> None:
+def reduced(op: OpDescription, x: Arg, dims: Sequence[int], keepdim: bool, kind: str | None, results: int = 1) -> None:
     """Describe a reduction of ``x`` over ``dims``: partial results of this kind, or, where it is None, dims that must be whole."""
     names = tuple(range(x.ndim))
     op.set(x, names)
@@ -88,12 +97,12 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
     return out + (nothing * nothing).to(dtype)
 
 
-def stand_in(t: Tensor, *shape: int) -> Tensor:
+def dummy_like(t: Tensor, *shape: int) -> Tensor:
     """Ones of this shape that hang on ``t`` in the graph and take no value from it."""
     return F.pad(t.reshape(-1)[:0], (0, math.prod(shape)), value=1.0).view(shape)
 
 
-def zeros_of(shape: tuple[int, ...], made: Tensor) -> Tensor:
+def connected_zeros(shape: tuple[int, ...], made: Tensor) -> Tensor:
     """Zeros that depend in the graph on ``made`` and on what it was made of, just as a result with elements does.
 
     Which gradients depend on which operands is decided by torch's function for gradients, and all ranks must see the same: one that finds no way back where
@@ -102,7 +111,9 @@ def zeros_of(shape: tuple[int, ...], made: Tensor) -> Tensor:
     return F.pad(made.reshape(-1)[:0], (0, math.prod(shape))).view(shape)
 
 
-def unless_empty(op: Op, function: Callable[..., Any] | None = None, alike: Callable[..., Tensor] | None = None) -> Callable[[Split], Callable[..., Any]]:
+def skip_when_empty(
+    op: OpDescription, function: Callable[..., Any] | None = None, alike: Callable[..., Tensor] | None = None
+) -> Callable[[LocalContext], Callable[..., Any]]:
     """A ``local`` for kernels that refuse empty operands: where this rank got no element of some operand, zeros that stay in the graph.
 
     ``alike``: of a function of several operands, the same function on stand-ins for them. What torch says of an operand that is empty everywhere (the
@@ -110,7 +121,7 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None, alike: Call
     """
     before = op.local
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         run = before(split) if before is not None else function
         assert run is not None
         nothing = not any(spec.numel for spec in split.outs)
@@ -120,11 +131,11 @@ def unless_empty(op: Op, function: Callable[..., Any] | None = None, alike: Call
 
         def empty(*args: Any, **kwargs: Any) -> Any:
             if alike is not None:
-                return zeros_of(shapes[0][0], alike(*args, **kwargs))
+                return connected_zeros(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
             found = _on_stand_ins(function or op.function, split, args, kwargs) if len(inputs) == 1 and _smooth(inputs[0]) else []
             if len(found) == len(shapes):
-                made = [zeros_of(shape, t) for (shape, _), t in zip(shapes, found, strict=True)]
+                made = [connected_zeros(shape, t) for (shape, _), t in zip(shapes, found, strict=True)]
             else:
                 made = [zeros_connected(shape, dtype, inputs) for shape, dtype in shapes]
             if len(made) == 1:
@@ -141,14 +152,14 @@ def _smooth(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _on_stand_ins(function: Callable[..., Any], split: Split, args: Any, kwargs: Any) -> list[Tensor]:
+def _on_stand_ins(function: Callable[..., Any], split: LocalContext, args: Any, kwargs: Any) -> list[Tensor]:
     """Results of the same call on stand-ins, with an element where this rank has none; nothing where torch cannot run it so."""
     places = iter(enumerate(split.ins))
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
             i, spec = next(places)
-            return stand_in(value, *[n or split.op.scale.get((i, d), 1) for d, n in enumerate(spec.local_shape(split.rank))])
+            return dummy_like(value, *[n or split.op.scale.get((i, d), 1) for d, n in enumerate(spec.local_shape(split.rank))])
         return type(value)(map(of, value)) if type(value) in (tuple, list) else value
 
     try:
@@ -157,7 +168,7 @@ def _on_stand_ins(function: Callable[..., Any], split: Split, args: Any, kwargs:
         return []
 
 
-def _differentiable(function: Any, split: Split, args: Any, kwargs: Any) -> list[bool]:
+def _differentiable(function: Any, split: LocalContext, args: Any, kwargs: Any) -> list[bool]:
     """Which results have a gradient, as a run without memory on the whole shapes tells; nothing where torch cannot run it so."""
     specs = iter(split.ins)
 

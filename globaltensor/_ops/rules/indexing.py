@@ -17,11 +17,11 @@ import torch
 
 from ..._base.torch_private import is_fake
 from ..._tensor.global_tensor import GlobalTensor
-from ..._tensor.view_tracking import MovedView
+from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
 from .gather_scatter import extended, filled, first_share, only, picked, picks
-from .notation import Arg, Op, Split, align
-from .registry import RULES, UNSEEING, Rule, rule
+from .notation import Arg, LocalContext, OpDescription, align
+from .registry import DATA_FREE_VARIANTS, RULES, Rule, rule
 from .slicing import cut, stays_split, takes
 from .view import own
 
@@ -119,8 +119,8 @@ def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
     return _at_places(input.expand(shape), mask.expand(shape))  # one by one: the mask follows from itself alone
 
 
-UNSEEING[torch.Tensor.__getitem__] = _at_places
-UNSEEING[torch.masked_select] = UNSEEING[torch.Tensor.masked_select] = _selected
+DATA_FREE_VARIANTS[torch.Tensor.__getitem__] = _at_places
+DATA_FREE_VARIANTS[torch.masked_select] = DATA_FREE_VARIANTS[torch.Tensor.masked_select] = _selected
 
 
 def _as_tensor(item: Any) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _region(parts: Sequence[Part], index_dims: Sequence[Any], name: Callable[[Pa
 
 
 @rule([torch.Tensor.__getitem__])
-def _getitem(op: Op, x: Arg, index: Any) -> None:
+def _getitem(op: OpDescription, x: Arg, index: Any) -> None:
     if any(_is_list(i) or _is_mask(i) or isinstance(i, (bool, np.bool_)) for i in _items(index)):
         op.composite = _get_plainer
         return
@@ -176,7 +176,7 @@ def _get_plainer(x: Any, index: Any) -> Any:
     return x[index]
 
 
-def _get_local(split: Split, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
+def _get_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part], after: int) -> Local | None:
     boxes = {p.dim: split.box(("x", p.dim)) for p in parts if p.kind in ("int", "tensor") and split.is_split(("x", p.dim))}
     cuts = {p.dim: found for p in parts if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None}
     if not boxes and not cuts:
@@ -216,7 +216,7 @@ def _out_of_bounds(shape: Sequence[int], parts: Sequence[Part], index: Any) -> I
     return None
 
 
-def _cut(split: Split, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
+def _cut(split: LocalContext, p: Part) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
     factor = ("x", p.dim)
     return cut(split, p.dim, split.op.out[0].index(factor), [p.value]) if p.kind == "slice" and split.is_split(factor) else None
 
@@ -230,7 +230,7 @@ def _get_by_number(x: Any, index: Any) -> Any:
     out = _picked_by_number(x, index)
     if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(x, GlobalTensor):
         return out
-    return MovedView.of(out._local, out._spec, x, lambda source: _picked_by_number(source, index), index)  # as in torch, numbers alone take no copy
+    return RemoteView.of(out._local, out._spec, x, lambda source: _picked_by_number(source, index), index)  # as in torch, numbers alone take no copy
 
 
 def _picked_by_number(x: Any, index: Any) -> Any:
@@ -268,7 +268,7 @@ def _plain_key(p: Part, at: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- x[...] = value
 
 
-def _setitem(op: Op, x: Arg, index: Any, value: Any) -> None:
+def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
     items = _items(index)
     plainer = any(_is_list(i) or _is_number(i) or isinstance(i, (bool, np.bool_)) for i in items)
     if plainer or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
@@ -324,7 +324,7 @@ def _value_dims(shape: Sequence[int], region: Sequence[Any]) -> list[Any]:
     return dims
 
 
-def _set_local(split: Split, shape: Sequence[int], parts: Sequence[Part], region: Sequence[Any], after: int, count: int) -> Local:
+def _set_local(split: LocalContext, shape: Sequence[int], parts: Sequence[Part], region: Sequence[Any], after: int, count: int) -> Local:
     """What a rank writes: ``after`` dims of the region follow the ``count`` dims of the index tensors."""
     boxes = {d: split.box(("x", d)) for d in range(len(shape)) if split.is_split(("x", d))}
     lead = first_share(split)
@@ -424,7 +424,7 @@ def _write_beside(x: torch.Tensor, key: list[Any], reach: dict[int, Part], boxes
 
 
 def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
-    def describe(op: Op, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
+    def describe(op: OpDescription, input: Arg, indices: Sequence[Any], values: Any, accumulate: bool = False) -> None:
         if accumulate and any(i is None for i in indices):
             raise FormError("accumulate=True with a dim that no index is for")
         given = [i for i in indices if i is not None]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._base import torch_private
-from .helpers import canonical, dims_of, reduced, register, unless_empty
-from .notation import Arg, Op, align
+from .helpers import canonical, dims_of, reduced, register, skip_when_empty
+from .notation import Arg, OpDescription, align
 from .registry import RULES, rule
 
 __all__: list[str] = []
@@ -19,13 +19,13 @@ __all__: list[str] = []
 def _matrices(names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)) -> None:
     """Functions of stacks of matrices: ``ranks`` are the dims, from the last, that each operand needs whole; ``outs`` those that each result has."""
 
-    def describe(op: Op, function: Any, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, function: Any, *args: Any, **kwargs: Any) -> None:
         leads = [a.shape[: a.ndim - ranks[min(i, len(ranks) - 1)]] for i, a in enumerate(op.args)]
         named, lead = align(leads)
         for a, dims, shape in zip(op.args, named, leads, strict=True):
             op.set(a, (*dims, *[None] * (a.ndim - len(shape))))
         op.out = [(*lead, *[None] * n) for n in outs]
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
 
     for name in names.split():
         for space in spaces:
@@ -68,7 +68,7 @@ _matrices("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
 
 
 @rule([torch.lu])
-def _lu(op: Op, *args: Any, **kwargs: Any) -> None:
+def _lu(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_lu_by_factor)
 
 
@@ -84,7 +84,7 @@ def whole(names: str, *spaces: Any) -> None:
                 register(function, lambda op, *args, **kwargs: None)
 
 
-def _drawn(op: Op, A: Arg, *args: Any, **kwargs: Any) -> None:
+def _drawn(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
     # These start from random numbers, which must be the same on all ranks that have the same matrices.
     for a in op.args:
         op.set(a, (*range(-a.ndim, -2), None, None))
@@ -100,27 +100,27 @@ whole("orgqr lstsq vander", torch, Tensor)
 
 
 @rule([torch.lobpcg])
-def _lobpcg(op: Op, *args: Any, **kwargs: Any) -> None:
+def _lobpcg(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.random = True
 
 
 @rule([torch.linalg.vander])
-def _vander(op: Op, x: Arg, *, N: int | None = None) -> None:
+def _vander(op: OpDescription, x: Arg, *, N: int | None = None) -> None:
     names = (*range(x.ndim - 1), None)  # without N, as many powers as there are elements
     op.set(x, names)
     op.out = [(*names, None)]
 
 
 @rule([torch.view_as_real])
-def _as_real(op: Op, input: Arg) -> None:
+def _as_real(op: OpDescription, input: Arg) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.linear, op.view = [(*names, None)], [frozenset([0])], True
-    op.local = unless_empty(op, torch.view_as_real)  # its backward takes no gradient that is an expanded nothing
+    op.local = skip_when_empty(op, torch.view_as_real)  # its backward takes no gradient that is an expanded nothing
 
 
 @rule([torch.view_as_complex])
-def _as_complex(op: Op, input: Arg) -> None:
+def _as_complex(op: OpDescription, input: Arg) -> None:
     names = tuple(range(input.ndim - 1))
     op.set(input, (*names, None))
     op.out, op.linear, op.view = [names], [frozenset([0])], True
@@ -129,7 +129,7 @@ def _as_complex(op: Op, input: Arg) -> None:
 
 
 @rule([torch.linalg.solve, torch.linalg.solve_ex])
-def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False) -> None:
+def _solve(op: OpDescription, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = False) -> None:
     # A stack of vectors is told from a stack of matrices as torch does it.
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
     tail = 1 if vector else 2
@@ -144,26 +144,26 @@ def _solve(op: Op, A: Arg, B: Arg, *, left: bool = True, check_errors: bool = Fa
 # ---------------------------------------------------------------------------------------------------------------- fourier
 
 
-def _fourier(op: Op, function: Any, x: Arg, dims: tuple[int, ...]) -> None:
+def _fourier(op: OpDescription, function: Any, x: Arg, dims: tuple[int, ...]) -> None:
     reduced(op, x, dims, True, None)
     op.out, op.linear = [op.dims[x.index]], [frozenset([0])]
-    op.local = unless_empty(op, function)
+    op.local = skip_when_empty(op, function)
 
 
-def _one(op: Op, function: Any, input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
+def _one(op: OpDescription, function: Any, input: Arg, n: int | None = None, dim: int = -1, norm: str | None = None) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _two(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> None:
+def _two(op: OpDescription, function: Any, input: Arg, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _several(op: Op, function: Any, input: Arg, s: Any = None, dim: Any = None, norm: str | None = None) -> None:
+def _several(op: OpDescription, function: Any, input: Arg, s: Any = None, dim: Any = None, norm: str | None = None) -> None:
     last = tuple(range(-len(s), 0)) if s is not None else None  # of as many dims as sizes are given
     _fourier(op, function, input, dims_of(input, last if dim is None else dim))
 
 
-def _shift(op: Op, function: Any, input: Arg, dim: Any = None) -> None:
+def _shift(op: OpDescription, function: Any, input: Arg, dim: Any = None) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 

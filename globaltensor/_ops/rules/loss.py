@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..._base.python_bodies import body_of
+from ..._base.python_bodies import python_body
 from ..._base.torch_private import function_mode_on, is_fake
 from ..._tensor.global_tensor import GlobalTensor
-from .deferred_mean import Count, Quotient
-from .helpers import register, split_in, unless_empty
-from .notation import Arg, Dims, Op, Range, Split, align
-from .partial_extrema import extremum, settled
-from .registry import UNSEEING, composite, rule
+from .deferred_mean import DeferredMean, PendingCount
+from .helpers import register, skip_when_empty, split_in
+from .notation import Arg, Dims, LocalContext, OpDescription, Range, align
+from .partial_extrema import extremum, reduce_partials
+from .registry import DATA_FREE_VARIANTS, composite, rule
 
 __all__ = ["pick", "weight_of_kept"]
 
@@ -42,7 +42,9 @@ def _reader(function: Any) -> Callable[..., dict[str, Any]]:
     return read
 
 
-def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False) -> None:
+def _reduce(
+    op: OpDescription, function: Any, each: Dims, shape: Sequence[int], call: dict[str, Any], read: Callable[..., dict[str, Any]], plain: bool = False
+) -> None:
     """From the dims of the losses themselves (``reduction="none"``) to those of the sum or mean asked for. ``plain``: the call is of tensors alone."""
     kind = call["reduction"]
     if kind == "none":
@@ -54,7 +56,7 @@ def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[
         return
     count = (shape[0] if shape else 1) if kind == "batchmean" else math.prod(shape)
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         if not any(split.is_split(f) for f in op.reduce):
             return function  # type: ignore[no-any-return]
         narrow = split.outs[0].dtype in (torch.float16, torch.bfloat16)
@@ -74,7 +76,7 @@ def _reduce(op: Op, function: Any, each: Dims, shape: Sequence[int], call: dict[
 def _elementwise(function: Any) -> None:
     read = _reader(function)
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
         plain = len(args) == len(op.args) and not kwargs
         op.dims, each = align([a.shape for a in op.args])
@@ -96,7 +98,7 @@ for _f in (
 for _f in (F.mse_loss, F.l1_loss):
     _read = _reader(_f)
     composite(_f.__name__, lambda *args, read=_read, **kwargs: (call := read(*args, **kwargs))["reduction"] == "mean" and call.get("weight") is not None)(
-        body_of(_f)
+        python_body(_f)
     )
 
 
@@ -110,7 +112,7 @@ def variance(var: Tensor) -> Tensor:
 
 
 @rule([variance])
-def _variance(op: Op, var: Arg) -> None:
+def _variance(op: OpDescription, var: Arg) -> None:
     op.set(var, tuple(range(var.ndim)))
     op.out = [op.dims[0]]
 
@@ -128,12 +130,12 @@ def _gaussian_of_program(input: Tensor, target: Tensor, var: Any, full: bool = F
 
 
 @rule([F.gaussian_nll_loss])
-def _gaussian(op: Op, *args: Any, **kwargs: Any) -> None:
+def _gaussian(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     """By torch's own body; it looks at the variances first, which in a program each rank does with its part once there are values."""
-    op.composite = _gaussian_of_program if function_mode_on() else body_of(F.gaussian_nll_loss)
+    op.composite = _gaussian_of_program if function_mode_on() else python_body(F.gaussian_nll_loss)
 
 
-UNSEEING[F.gaussian_nll_loss] = _gaussian_of_program
+DATA_FREE_VARIANTS[F.gaussian_nll_loss] = _gaussian_of_program
 
 
 def _by_sample(function: Any, ranks: Sequence[int]) -> None:
@@ -141,7 +143,7 @@ def _by_sample(function: Any, ranks: Sequence[int]) -> None:
     broadcast, and parallel."""
     read = _reader(function)
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
         one = [1 if a is call.get("weight") else ranks[min(i, len(ranks) - 1)] for i, a in enumerate(op.args)]
         samples = [tuple(a.shape[: max(0, a.ndim - n)]) for a, n in zip(op.args, one, strict=True)]
@@ -149,7 +151,7 @@ def _by_sample(function: Any, ranks: Sequence[int]) -> None:
         for a, lead in zip(op.args, names, strict=True):
             op.set(a, (*lead, *[None] * (a.ndim - len(lead))))
         _reduce(op, function, each, torch.broadcast_shapes(*samples), call, read)
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
 
     register(function, describe)
 
@@ -194,7 +196,7 @@ def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
 
 
 @rule(pick)
-def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
+def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
     names = tuple(range(index.ndim))
     op.set(index, names)
     op.set(x, (*names[:dim], "class", *names[dim:]) if x.ndim == index.ndim + 1 else ("class",))
@@ -202,7 +204,7 @@ def _pick(op: Op, x: Arg, index: Arg, dim: int) -> None:
     op.linear = [frozenset([x.index])]
     classes = x.shape[dim] if x.ndim > 1 else x.shape[0]
 
-    def local(split: Split) -> Callable[..., Tensor]:
+    def local(split: LocalContext) -> Callable[..., Tensor]:
         offset = split.box("class")[0]
 
         def run(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -222,7 +224,7 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
     """``cross_entropy`` and ``nll_loss``: whole in the classes; where these are split, or a mean goes over a split batch, from global ops."""
     read = _reader(function)
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
         x, target, weight = call["input"], call["target"], call["weight"]
         at = 0 if x.ndim == 1 else 1
@@ -291,14 +293,14 @@ def weight_of_kept(target: Tensor, weight: Tensor | None, ignore_index: int, mos
 
 
 @rule(weight_of_kept)
-def _weight_of_kept(op: Op, target: Arg, weight: Arg | None, *args: Any) -> None:
+def _weight_of_kept(op: OpDescription, target: Arg, weight: Arg | None, *args: Any) -> None:
     names = tuple(range(target.ndim))
     op.set(target, names)
     op.out, op.reduce = [()], dict.fromkeys(names, "sum")  # a weight for each class stays whole
 
 
 @rule(sum_of_kept)
-def _sum_of_kept(op: Op, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
+def _sum_of_kept(op: OpDescription, x: Arg, target: Arg, weight: Arg | None, *args: Any, **kwargs: Any) -> None:
     at = _class_dim(x)
     names = tuple(range(x.ndim))
     each = tuple(n for n in names if n != at)
@@ -315,14 +317,14 @@ def _mean_of_kept(function: Any, call: dict[str, Any]) -> Tensor:
     del call["reduction"]
     ignore_index = call.pop("ignore_index")
     most, graph = target.numel(), torch.is_grad_enabled() and x.requires_grad
-    count = Count(weight_of_kept(target, weight, ignore_index, most), most)
+    count = PendingCount(weight_of_kept(target, weight, ignore_index, most), most)
     if weight is not None or x.dtype == torch.float16 or not (graph and count.may_ride()):
         count.start()  # on its way while the losses are computed
     total = sum_of_kept(x, target, weight, function, ignore_index, **call)
     if x.dtype == torch.float16:
         return (total / count()).to(x.dtype)
     if weight is None and isinstance(total, GlobalTensor) and total.requires_grad:
-        return Quotient.of(total, count)
+        return DeferredMean.of(total, count)
     return total / count()
 
 
@@ -336,11 +338,11 @@ def _collect(call: dict[str, Any], losses: Tensor, weights: Tensor | None) -> Te
     total = losses.sum()
     if call["reduction"] == "sum":
         return total
-    return total / (settled(weights.sum()) if weights is not None else max(1, losses.numel()))
+    return total / (reduce_partials(weights.sum()) if weights is not None else max(1, losses.numel()))
 
 
 def _split_nll(call: dict[str, Any]) -> Tensor:
-    x = settled(call["input"])
+    x = reduce_partials(call["input"])
     at = _class_dim(x)
     _check_targets(call["target"], x, at)
     keep, weights = _kept(call)
@@ -357,24 +359,24 @@ def _check_targets(target: Tensor, x: Tensor, at: int) -> None:
 
 def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
     given = call["input"]
-    x = settled(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
+    x = reduce_partials(given.float() if given.dtype in (torch.float16, torch.bfloat16) else given)
     at, target, weight, smoothing = _class_dim(x), call["target"], call["weight"], call["label_smoothing"]
     # The losses do not change when every logit of a row is shifted; the largest becomes 0.
-    x = x - settled(extremum(x, (at,), True, True))
+    x = x - reduce_partials(extremum(x, (at,), True, True))
     sums = x.exp().sum(at)
     column = weight.reshape([-1 if d == at else 1 for d in range(x.ndim)]) if weight is not None else None
     if target.ndim == x.ndim and target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
         goal = goal if column is None else goal * column
-        return _collect(call, settled(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(torch.promote_types(given.dtype, goal.dtype))
+        return _collect(call, reduce_partials(sums).log() * goal.sum(at) - (x * goal).sum(at), None).to(torch.promote_types(given.dtype, goal.dtype))
     _check_targets(target, x, at)
     keep, weights = _kept(call)
     found = pick(x, torch.where(keep, target, 0), at)
-    sums, found, *spread = settled(torch.stack([sums, found, *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else [])])).unbind()
+    sums, found, *spread = reduce_partials(torch.stack([sums, found, *([x.sum(at) if column is None else (x * column).sum(at)] if smoothing else [])])).unbind()
     norm = sums.log()
     losses = norm - found if weight is None else (norm - found) * weights
     if smoothing:
-        every = norm * (x.shape[at] if weight is None else settled(weight.sum())) - spread[0]
+        every = norm * (x.shape[at] if weight is None else reduce_partials(weight.sum())) - spread[0]
         losses = losses * (1 - smoothing) + every * (smoothing / x.shape[at])
     return _collect(call, torch.where(keep, losses, 0.0), weights).to(given.dtype)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..._base import torch_private
-from ..._base.python_bodies import body_of
+from ..._base.python_bodies import python_body
 from ...errors import FormError
-from .helpers import dims_of, reduced, unless_empty
-from .notation import Arg, Dims, Op, Split, align
-from .registry import UNSEEING, rule
+from .helpers import dims_of, reduced, skip_when_empty
+from .notation import Arg, Dims, LocalContext, OpDescription, align
+from .registry import DATA_FREE_VARIANTS, rule
 
 __all__: list[str] = []
 
@@ -23,12 +23,12 @@ __all__: list[str] = []
 
 
 @rule([torch_private.stft])
-def _stft(op: Op, input: Arg, n_fft: int, hop: Any = None, length: Any = None, window: Arg | None = None, *rest: Any, **kwargs: Any) -> None:
+def _stft(op: OpDescription, input: Arg, n_fft: int, hop: Any = None, length: Any = None, window: Arg | None = None, *rest: Any, **kwargs: Any) -> None:
     lead: Dims = ("b",) if input.ndim == 2 else ()
     op.set(input, (*lead, None))
     op.out = [(*lead, *[None] * (3 if kwargs.get("return_complex", (*rest, None, None, None)[2]) is False else 2))]
     op.linear = [frozenset([input.index])]
-    op.local = unless_empty(op, torch_private.stft)
+    op.local = skip_when_empty(op, torch_private.stft)
 
 
 def inverse_stft(input: Tensor, n_fft: int, hop: int, length: int, window: Tensor | None, more: tuple[Any, ...], size: int) -> Tensor:
@@ -42,14 +42,14 @@ def inverse_stft(input: Tensor, n_fft: int, hop: int, length: int, window: Tenso
 
 
 @rule([inverse_stft])
-def _inverse_stft(op: Op, input: Arg, n_fft: int, hop: int, length: int, window: Arg | None, *rest: Any) -> None:
+def _inverse_stft(op: OpDescription, input: Arg, n_fft: int, hop: int, length: int, window: Arg | None, *rest: Any) -> None:
     op.set(input, ("b", None, None))
     op.out, op.linear = [("b", None)], [frozenset([input.index])]
-    op.local = unless_empty(op, inverse_stft)
+    op.local = skip_when_empty(op, inverse_stft)
 
 
 @rule([torch.istft])
-def _istft(op: Op, *args: Any, **kwargs: Any) -> None:
+def _istft(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = _istft_of_batch
 
 
@@ -66,7 +66,7 @@ def _istft_of_batch(
     return out if input.ndim == 3 else out.squeeze(0)
 
 
-UNSEEING[torch.istft] = _istft_of_batch
+DATA_FREE_VARIANTS[torch.istft] = _istft_of_batch
 
 # ---------------------------------------------------------------------------------------------------------------- connectionist temporal classification
 
@@ -82,7 +82,7 @@ def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_le
 
 
 @rule([ctc_losses])
-def _ctc_losses(op: Op, log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, *rest: Any) -> None:
+def _ctc_losses(op: OpDescription, log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, *rest: Any) -> None:
     op.out = [("n",)]
     if log_probs.ndim != 3 or targets.ndim != 2:  # one sequence, or the targets of all joined together
         op.out = [(None,) * (log_probs.ndim - 2)]
@@ -93,7 +93,7 @@ def _ctc_losses(op: Op, log_probs: Arg, targets: Arg, input_lengths: Any, target
         if isinstance(a, Arg):
             op.set(a, ("n",))
 
-    def local(split: Split) -> Callable[..., Tensor]:
+    def local(split: LocalContext) -> Callable[..., Tensor]:
         offset, n = split.box("n")
 
         def run(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any) -> Tensor:
@@ -103,11 +103,11 @@ def _ctc_losses(op: Op, log_probs: Arg, targets: Arg, input_lengths: Any, target
         return run
 
     op.local = local
-    op.local = unless_empty(op)
+    op.local = skip_when_empty(op)
 
 
 @rule([torch.ctc_loss])
-def _ctc(op: Op, *args: Any, **kwargs: Any) -> None:
+def _ctc(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = _reduced_ctc
 
 
@@ -121,48 +121,48 @@ def _reduced_ctc(
     return (losses / lengths.clamp(min=1).to(losses.dtype).reshape(losses.shape)).mean()
 
 
-UNSEEING[torch.ctc_loss] = _reduced_ctc
+DATA_FREE_VARIANTS[torch.ctc_loss] = _reduced_ctc
 
 # ---------------------------------------------------------------------------------------------------------------- sampling at places
 
 
 @rule(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"])
-def _grid_sampler(op: Op, input: Arg, grid: Arg, *args: Any, **kwargs: Any) -> None:
+def _grid_sampler(op: OpDescription, input: Arg, grid: Arg, *args: Any, **kwargs: Any) -> None:
     places = tuple(range(input.ndim - 2))
     op.set(input, ("n", "c", *[None] * len(places)))
     op.set(grid, ("n", *places, None))
     op.out, op.linear = [("n", "c", *places)], [frozenset([input.index])]
-    op.local = unless_empty(op, op.function)
+    op.local = skip_when_empty(op, op.function)
 
 
 @rule("affine_grid_generator")
-def _affine_grid(op: Op, theta: Arg, size: Sequence[int], align_corners: bool) -> None:
+def _affine_grid(op: OpDescription, theta: Arg, size: Sequence[int], align_corners: bool) -> None:
     op.set(theta, ("n", None, None))
     op.out, op.linear = [("n", *[None] * (len(size) - 1))], [frozenset([0])]
     op.local = lambda split: lambda theta, *args, **kwargs: torch.affine_grid_generator(theta, [theta.shape[0], *size[1:]], align_corners)
-    op.local = unless_empty(op)
+    op.local = skip_when_empty(op)
 
 
 # ---------------------------------------------------------------------------------------------------------------- kernels of layers
 
 
 @rule([torch.batch_norm])
-def _batch_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _batch_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = lambda input, weight, bias, mean, var, *rest: F.batch_norm(input, mean, var, weight, bias, *rest[:3])
 
 
 @rule([torch.instance_norm])
-def _instance_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _instance_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = lambda input, weight, bias, mean, var, *rest: F.instance_norm(input, mean, var, weight, bias, *rest[:3])
 
 
 @rule("native_batch_norm")
-def _native_batch_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _native_batch_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = _normed_batch
 
 
 @rule([torch_private.batch_norm_kernel])
-def _batch_norm_kernel(op: Op, *args: Any, **kwargs: Any) -> None:
+def _batch_norm_kernel(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.composite = lambda input, weight, bias, *rest: _normed_batch(input, weight, bias, *(rest if len(rest) == 5 else (None, None, *rest)))
 
 
@@ -179,7 +179,7 @@ def _normed_batch(
 
 
 @rule("native_layer_norm")
-def _native_layer_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None, bias: Arg | None, eps: float) -> None:
+def _native_layer_norm(op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None, bias: Arg | None, eps: float) -> None:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     reduced(op, input, dims, True, None)
     names = op.dims[input.index]
@@ -188,20 +188,20 @@ def _native_layer_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | 
     for p in (weight, bias):
         if p is not None:
             op.set(p, dims)
-    op.local = unless_empty(op, torch.native_layer_norm)
+    op.local = skip_when_empty(op, torch.native_layer_norm)
 
 
 @rule("native_group_norm")
-def _native_group_norm(op: Op, input: Arg, weight: Arg | None, bias: Arg | None, N: int, C: int, HxW: int, group: int, eps: float) -> None:
+def _native_group_norm(op: OpDescription, input: Arg, weight: Arg | None, bias: Arg | None, N: int, C: int, HxW: int, group: int, eps: float) -> None:
     op.set(input, ("n", *[None] * (input.ndim - 1)))
     op.out = [op.dims[input.index], ("n", None), ("n", None)]
     op.local = lambda split: (
         lambda input, weight, bias, *args, **kwargs: torch.native_group_norm(input, weight, bias, input.shape[0], C, HxW, group, eps)
     )
-    op.local = unless_empty(op)
+    op.local = skip_when_empty(op)
 
 
-def _softmax_like(op: Op, x: Arg, dims: tuple[int, ...], *others: Arg) -> None:
+def _softmax_like(op: OpDescription, x: Arg, dims: tuple[int, ...], *others: Arg) -> None:
     reduced(op, x, dims, True, None)
     op.out = [op.dims[x.index]]
     for a in others:
@@ -209,17 +209,17 @@ def _softmax_like(op: Op, x: Arg, dims: tuple[int, ...], *others: Arg) -> None:
 
 
 @rule(torch_private.softmax_without_rows)
-def _safe_softmax(op: Op, input: Arg, dim: int, dtype: torch.dtype | None = None) -> None:
+def _safe_softmax(op: OpDescription, input: Arg, dim: int, dtype: torch.dtype | None = None) -> None:
     _softmax_like(op, input, dims_of(input, dim))
 
 
 @rule(torch_private.softmax_backward)
-def _softmax_backward(op: Op, grad: Arg, output: Arg, dim: int, dtype: torch.dtype) -> None:
+def _softmax_backward(op: OpDescription, grad: Arg, output: Arg, dim: int, dtype: torch.dtype) -> None:
     _softmax_like(op, grad, dims_of(grad, dim), output)
 
 
 @rule([torch.ops.aten.native_dropout_backward, torch.ops.aten.native_dropout_backward.default])
-def _dropout_backward(op: Op, grad: Arg, mask: Arg, scale: float) -> None:
+def _dropout_backward(op: OpDescription, grad: Arg, mask: Arg, scale: float) -> None:
     op.dims, names = align([grad.shape, mask.shape])
     op.out, op.linear = [names], [frozenset([grad.index])]
 
@@ -228,7 +228,7 @@ def _dropout_backward(op: Op, grad: Arg, mask: Arg, scale: float) -> None:
 
 
 @rule("put")
-def _put(op: Op, *args: Any, **kwargs: Any) -> None:
+def _put(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     if op.function not in (torch.Tensor.put_,):
         op.composite = _put_into_copy
     else:
@@ -243,7 +243,7 @@ def _put_into_copy(input: Tensor, index: Tensor, source: Tensor, accumulate: boo
 
 
 @rule([torch.fill])
-def _fill(op: Op, input: Arg, value: Any) -> None:
+def _fill(op: OpDescription, input: Arg, value: Any) -> None:
     op.compose(_filled)
 
 
@@ -260,12 +260,12 @@ rule([torch.Tensor.item])(lambda op, input: setattr(op, "composite", lambda inpu
 
 #: Newer than the oldest torch that works here: without it these lists are empty.
 _heads = [f for f in (vars(F).get("linear_cross_entropy"),) if f is not None]
-_bodies = [body_of(f) for f in _heads]
+_bodies = [python_body(f) for f in _heads]
 
 
 @rule(_heads)
 def _linear_cross_entropy(
-    op: Op, input: Arg, linear_weight: Arg, target: Arg, *, linear_bias: Arg | None = None, weight: Arg | None = None, reduction: str = "mean",
+    op: OpDescription, input: Arg, linear_weight: Arg, target: Arg, *, linear_bias: Arg | None = None, weight: Arg | None = None, reduction: str = "mean",
     ignore_index: int | None = None, label_smoothing: float = 0.0, options: Any = None,
 ) -> None:  # fmt: skip
     simple = input.ndim == linear_weight.ndim == 2 and target.dtype == torch.int64 and not label_smoothing
@@ -278,7 +278,7 @@ def _linear_cross_entropy(
         op.set(input, ("n", None))
         op.set(target, ("n",))
         op.out = [("n",)]
-        op.local = unless_empty(op, _heads[0])
+        op.local = skip_when_empty(op, _heads[0])
 
 
 def _reduced_linear_cross_entropy(
@@ -298,18 +298,18 @@ def _reduced_linear_cross_entropy(
 
 
 @rule(torch_private.grouped_mm)
-def _grouped_mm(op: Op, mat_a: Arg, mat_b: Arg, offs: Arg | None = None, bias: Arg | None = None, out_dtype: Any = None) -> None:
+def _grouped_mm(op: OpDescription, mat_a: Arg, mat_b: Arg, offs: Arg | None = None, bias: Arg | None = None, out_dtype: Any = None) -> None:
     """Rows in groups that end at ``offs``, each with a matrix of its own (mixtures of experts); or stacks of as many matrices."""
     if mat_a.ndim == mat_b.ndim == 3 and bias is None:
         op.set(mat_a, ("g", None, None))
         op.set(mat_b, ("g", None, None))
         op.out = [("g", None, None)]
-        op.local = unless_empty(op, op.function)
+        op.local = skip_when_empty(op, op.function)
     elif mat_a.ndim == 2 and mat_b.ndim == 3 and offs is not None and bias is None:
         op.set(mat_a, ("t", None))
         op.out = [("t", None)]
         op.local = lambda split: _own_rows(op.function, *split.box("t"))
-        op.local = unless_empty(op)
+        op.local = skip_when_empty(op)
 
 
 def _own_rows(function: Callable[..., Tensor], first: int, length: int) -> Callable[..., Tensor]:

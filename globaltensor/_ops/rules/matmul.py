@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import FormError
-from .helpers import canonical, dims_of, operands, register, stand_in, zeros_of
-from .notation import Arg, Dims, Factor, Op, Split, align
+from .helpers import canonical, connected_zeros, dims_of, dummy_like, operands, register
+from .notation import Arg, Dims, Factor, LocalContext, OpDescription, align
 from .registry import rule
 
 __all__ = ["product"]
 
 
-def product(op: Op, names: Sequence[Sequence[Factor | None]], factors: Sequence[Arg], out: Sequence[Factor | None], addend: Arg | None = None) -> None:
+def product(
+    op: OpDescription, names: Sequence[Sequence[Factor | None]], factors: Sequence[Arg], out: Sequence[Factor | None], addend: Arg | None = None
+) -> None:
     """Describe a product of ``factors`` with these dims, to which ``addend`` may be added: what the result lacks is summed."""
     for a, dims in zip(factors, names, strict=True):
         op.set(a, dims)
@@ -41,7 +43,7 @@ def _aligned(addend: Arg, factors: Sequence[Arg], names: Sequence[Sequence[Facto
     return tuple(f if n == sizes.get(f, 1) else None for f, n in zip(named, addend.shape, strict=True))
 
 
-def _matmul(op: Op, a: Arg, b: Arg) -> None:
+def _matmul(op: OpDescription, a: Arg, b: Arg) -> None:
     lead_a, lead_b = a.shape[:-2], b.shape[:-2]
     (first, second), lead = align([lead_a, lead_b])
     rows: Dims = () if a.ndim == 1 else ("m",)
@@ -61,7 +63,7 @@ def _pair(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Arg]:
 
 
 @rule("inner")
-def _inner(op: Op, input: Arg, other: Arg) -> None:
+def _inner(op: OpDescription, input: Arg, other: Arg) -> None:
     if not input.ndim or not other.ndim:
         (first, second), out = align([input.shape, other.shape])
         product(op, [first, second], [input, other], out)
@@ -76,7 +78,7 @@ rule(["outer", "ger"])(lambda op, *args, **kwargs: product(op, ["m", "n"], _pair
 def _added(name: str, names: Sequence[str], out: str) -> None:
     """``addmm`` and its kin: ``beta * input + alpha * product``."""
 
-    def describe(op: Op, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
         product(op, [tuple(n) for n in names], [first, second], tuple(out), input)
 
     second_names = {"mat1": "first", "batch1": "first", "vec1": "first", "mat2": "second", "batch2": "second", "vec2": "second", "vec": "second"}
@@ -93,34 +95,34 @@ _added("addbmm", ["bmk", "bkn"], "mn")
 
 
 @rule("linear")
-def _linear(op: Op, input: Arg, weight: Arg, bias: Arg | None = None) -> None:
+def _linear(op: OpDescription, input: Arg, weight: Arg, bias: Arg | None = None) -> None:
     lead = tuple(range(input.ndim - 1))
     columns: Dims = ("o",) if weight.ndim == 2 else ()
     product(op, [(*lead, "i"), (*columns, "i")], [input, weight], (*lead, *columns), bias)
 
 
 @rule("bilinear")
-def _bilinear(op: Op, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> None:
+def _bilinear(op: OpDescription, input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> None:
     lead = tuple(range(input1.ndim - 1))
     product(op, [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], [input1, input2, weight], (*lead, "o"), bias)
     op.local = _bilinear_part
 
 
-def _bilinear_part(split: Split) -> Callable[..., Tensor]:
+def _bilinear_part(split: LocalContext) -> Callable[..., Tensor]:
     if all(0 not in spec.local_shape(split.rank) for spec in split.ins):
         return F.bilinear
     shape = split.out_shape()
 
     def empty(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        one = None if bias is None else stand_in(bias, 1)
-        out = zeros_of(shape, F.bilinear(stand_in(input1, 1, 1), stand_in(input2, 1, 1), stand_in(weight, 1, 1, 1), one))
+        one = None if bias is None else dummy_like(bias, 1)
+        out = connected_zeros(shape, F.bilinear(dummy_like(input1, 1, 1), dummy_like(input2, 1, 1), dummy_like(weight, 1, 1, 1), one))
         return out if bias is None else out + bias
 
     return empty
 
 
 @rule([torch.tensordot])
-def _tensordot(op: Op, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) -> None:
+def _tensordot(op: OpDescription, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) -> None:
     if isinstance(dims, Arg):
         raise FormError("dims given as a tensor")
     if isinstance(dims, int):
@@ -138,7 +140,7 @@ def _tensordot(op: Op, a: Arg, b: Arg, dims: Any = 2, **kwargs: Any) -> None:
 
 
 @rule([torch.chain_matmul, torch.linalg.multi_dot])
-def _chain(op: Op, *args: Any, **kwargs: Any) -> None:
+def _chain(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     mats = op.args
     names: list[Dims] = []
     for i, m in enumerate(mats):
@@ -148,7 +150,7 @@ def _chain(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @rule("kron")
-def _kron(op: Op, input: Arg, other: Arg) -> None:
+def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     n = max(input.ndim, other.ndim)
     # Rows of the result are groups, one for each row of the first operand; within a group nothing can be split in place.
     op.set(input, tuple(range(n - input.ndim, n)))
@@ -166,7 +168,7 @@ def _kron(op: Op, input: Arg, other: Arg) -> None:
 
 
 @rule([torch.einsum])
-def _einsum(op: Op, equation: str, *operands: Any) -> None:
+def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
     terms, result = _equation(equation, op.args)
     sizes: dict[str, int] = {}
     for a, term in zip(op.args, terms, strict=True):
@@ -204,7 +206,7 @@ def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list
 # ---------------------------------------------------------------------------------------------------------------- vectors
 
 
-def _vecdot(op: Op, *args: Any, **kwargs: Any) -> None:
+def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     x, y = _pair(args, kwargs)
     dim = canonical(kwargs).get("dim", args[2] if len(args) > 2 else -1)
     (first, second), out = align([x.shape, y.shape])
@@ -223,7 +225,7 @@ class _Shape:
 register(torch.linalg.vecdot, _vecdot)
 
 
-def _cross(op: Op, x: Arg, y: Arg, dim: int | None) -> None:
+def _cross(op: OpDescription, x: Arg, y: Arg, dim: int | None) -> None:
     (first, second), out = align([x.shape, y.shape])
     op.set(x, first)
     op.set(y, second)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .helpers import dims_of, reduced, register, split_in, stand_in, unless_empty
-from .notation import Arg, Dims, Factor, Op, Split
-from .partial_extrema import settled
+from .helpers import dims_of, dummy_like, reduced, register, skip_when_empty, split_in
+from .notation import Arg, Dims, Factor, LocalContext, OpDescription
+from .partial_extrema import reduce_partials
 from .registry import rule
 
 __all__: list[str] = []
@@ -23,10 +23,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x normalised over ``dims``, mean, biased variance), whatever is split; narrow types are computed in single precision."""
-    x = settled(x.float() if x.dtype in _HALF else x)
-    mean = settled(x.mean(dims, keepdim=True))
+    x = reduce_partials(x.float() if x.dtype in _HALF else x)
+    mean = reduce_partials(x.mean(dims, keepdim=True))
     off = x - mean
-    variance = settled((off * off).mean(dims, keepdim=True))
+    variance = reduce_partials((off * off).mean(dims, keepdim=True))
     return off * (variance + eps).rsqrt(), mean, variance
 
 
@@ -41,7 +41,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[i
 # ---------------------------------------------------------------------------------------------------------------- layer and rms norm
 
 
-def _over_last(op: Op, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any) -> None:
+def _over_last(op: OpDescription, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any) -> None:
     """Normalisation over the last dims: whole, or written with global ops where one is split."""
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     reduced(op, input, dims, True, None)
@@ -54,7 +54,9 @@ def _over_last(op: Op, input: Arg, shape: Any, split: Callable[..., Tensor], *pa
 
 
 @rule([F.layer_norm, torch.layer_norm])
-def _layer_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
+def _layer_norm(
+    op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any
+) -> None:
     shape = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
     _over_last(op, input, shape, _split_layer_norm, weight, bias)
 
@@ -66,14 +68,14 @@ def _split_layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | Non
 
 
 @rule([F.rms_norm, torch.rms_norm])
-def _rms_norm(op: Op, input: Arg, normalized_shape: Any, weight: Arg | None = None, eps: float | None = None) -> None:
+def _rms_norm(op: OpDescription, input: Arg, normalized_shape: Any, weight: Arg | None = None, eps: float | None = None) -> None:
     _over_last(op, input, normalized_shape, _split_rms_norm, weight)
 
 
 def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    x = settled(input.float() if input.dtype in _HALF else input)
-    square = settled((x * x).mean(dims, keepdim=True))
+    x = reduce_partials(input.float() if input.dtype in _HALF else input)
+    square = reduce_partials((x * x).mean(dims, keepdim=True))
     out = x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
     return _scaled(out, weight, None, list(normalized_shape), input.dtype)
 
@@ -82,7 +84,7 @@ def _split_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None 
 
 
 @rule([F.group_norm, torch.group_norm])
-def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
+def _group_norm(op: OpDescription, input: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, eps: float = 1e-5, *rest: Any) -> None:
     space = tuple(range(2, input.ndim))
     if split_in(input, space):
         op.compose(_split_group_norm)
@@ -96,7 +98,7 @@ def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, 
             op.set(p, ("g",))
             op.scale[p.index, 0] = size
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         if not split.is_split("g"):
             return torch.group_norm if rest else F.group_norm
         groups = split.ins[input.index].local_shape(split.rank)[1] // size
@@ -107,16 +109,16 @@ def _group_norm(op: Op, input: Arg, num_groups: int, weight: Arg | None = None, 
         return run
 
     op.local = local
-    op.local = unless_empty(op, alike=_group_norm_of_one)
+    op.local = skip_when_empty(op, alike=_group_norm_of_one)
 
 
 def _group_norm_of_one(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
-    return F.group_norm(stand_in(input, 1, 1, 2), 1, *_of_one(weight, bias))
+    return F.group_norm(dummy_like(input, 1, 1, 2), 1, *_of_one(weight, bias))
 
 
 def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
     """Stand-ins for what has a number for each channel."""
-    return [None if t is None else stand_in(t, 1) for t in channels]
+    return [None if t is None else dummy_like(t, 1) for t in channels]
 
 
 def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any) -> Tensor:
@@ -127,7 +129,7 @@ def _split_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = No
 
 
 def _instance_norm(
-    op: Op, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> None:  # fmt: skip
     tracked = running_mean is not None and use_input_stats  # buffers are written: the same everywhere
@@ -141,14 +143,14 @@ def _instance_norm(
         if p is not None:
             op.set(p, ("c",))
     op.whole = {"n", "c", *(("s", d) for d in space)} if tracked else {("s", d) for d in space}
-    op.local = unless_empty(op, F.instance_norm, _instance_norm_of_one)
+    op.local = skip_when_empty(op, F.instance_norm, _instance_norm_of_one)
 
 
 def _instance_norm_of_one(
     input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
     use_input_stats: bool = True, *rest: Any, **more: Any,
 ) -> Tensor:  # fmt: skip
-    return F.instance_norm(stand_in(input, 1, 1, 2), *_of_one(running_mean, running_var, weight, bias), use_input_stats)
+    return F.instance_norm(dummy_like(input, 1, 1, 2), *_of_one(running_mean, running_var, weight, bias), use_input_stats)
 
 
 def _split_instance_norm(
@@ -177,7 +179,7 @@ register(F.instance_norm, _instance_norm)
 
 
 def _batch_norm(
-    op: Op, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
+    op: OpDescription, input: Arg, running_mean: Arg | None = None, running_var: Arg | None = None, weight: Arg | None = None, bias: Arg | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> None:  # fmt: skip
     others = tuple(d for d in range(input.ndim) if d != 1)
@@ -196,14 +198,14 @@ def _batch_norm(
     if training:
         # The running statistics are written in place: each rank's copy must see every channel.
         op.whole = {*others, "c"} if running_mean is not None else set(others)
-    op.local = unless_empty(op, F.batch_norm, _batch_norm_of_one)
+    op.local = skip_when_empty(op, F.batch_norm, _batch_norm_of_one)
 
 
 def _batch_norm_of_one(
     input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, *rest: Any, **more: Any,
 ) -> Tensor:  # fmt: skip
-    return F.batch_norm(stand_in(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training)
+    return F.batch_norm(dummy_like(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training)
 
 
 def _split_batch_norm(
@@ -229,10 +231,10 @@ register(F.batch_norm, _batch_norm)
 
 
 @rule([F.local_response_norm])
-def _local_response_norm(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _local_response_norm(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     reduced(op, input, (1,), True, None)
     op.out = [op.dims[input.index]]
-    op.local = unless_empty(op, F.local_response_norm)
+    op.local = skip_when_empty(op, F.local_response_norm)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dropout, activations
@@ -242,7 +244,7 @@ def _dropout(function: Any, whole: int | None = None) -> None:
     """Random where it is on; the identity, through which any partial passes, where it is off. ``whole``: dims from here on drop together."""
     signature = inspect.signature(function) if inspect.isfunction(function) else None
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         if signature is not None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -273,19 +275,19 @@ for _name, _whole in (
 
 
 @rule([F.rrelu, torch.rrelu])
-def _rrelu(op: Op, input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: Any = False) -> None:
+def _rrelu(op: OpDescription, input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: Any = False) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out, op.random = [names], bool(training)
 
 
 @rule([F.glu])
-def _glu(op: Op, input: Arg, dim: int = -1) -> None:
+def _glu(op: OpDescription, input: Arg, dim: int = -1) -> None:
     reduced(op, input, dims_of(input, dim), True, None)
 
 
 @rule("prelu")
-def _prelu(op: Op, input: Arg, weight: Arg) -> None:
+def _prelu(op: OpDescription, input: Arg, weight: Arg) -> None:
     names = tuple(range(input.ndim))
     op.set(input, names)
     op.out = [names]
@@ -296,7 +298,7 @@ def _prelu(op: Op, input: Arg, weight: Arg) -> None:
 # ---------------------------------------------------------------------------------------------------------------- recurrent layers
 
 
-def _cell(op: Op, input: Arg, hx: Any, *weights: Any) -> None:
+def _cell(op: OpDescription, input: Arg, hx: Any, *weights: Any) -> None:
     lead: Dims = ("n",) if input.ndim == 2 else ()
     for a in (input, *(hx if isinstance(hx, (tuple, list)) else [hx])):
         op.set(a, (*lead, None))
@@ -310,7 +312,7 @@ for _name in ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"):
 def _recurrent(function: Any) -> None:
     """A whole sequence: parallel over the batch; packed sequences, whose batch changes from step to step, are whole."""
 
-    def describe(op: Op, input: Arg, hx: Any, *rest: Any) -> None:
+    def describe(op: OpDescription, input: Arg, hx: Any, *rest: Any) -> None:
         if isinstance(rest[1], (list, tuple)):  # packed: (data, batch_sizes, hx, weights, ...)
             op.whole_call = True
             return
@@ -323,7 +325,7 @@ def _recurrent(function: Any) -> None:
         hidden: Dims = (None, "n", None) if input.ndim == 3 else (None, None)
         op.out = [(*names, None), *[hidden] * len(states)]
         op.random = bool(training and dropout)
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
 
     register(function, describe)
 

@@ -15,7 +15,7 @@ from ...errors import FormError
 from ...sharding.sbp import Sbp, broadcast
 from ...sharding.spec import Spec
 
-__all__ = ["Arg", "Factor", "Op", "Signature", "Split", "align", "parse"]
+__all__ = ["Arg", "Factor", "LocalContext", "OpDescription", "Signature", "align", "parse"]
 
 Factor = Hashable
 Dims = tuple[Factor | None, ...]
@@ -63,14 +63,14 @@ class Signature:
 
 
 @dataclass
-class Split:
+class LocalContext:
     """How the chosen signatures lie for one rank: handed to a rule's ``local`` to build the function that runs there."""
 
     rank: int
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]
     factors: dict[Factor, tuple[int, ...]]  # a split factor -> the axes that split it
-    op: Op
+    op: OpDescription
 
     def is_split(self, factor: Factor) -> bool:
         return factor in self.factors
@@ -100,7 +100,7 @@ class Range:
 
 
 @dataclass
-class Op:
+class OpDescription:
     """One call, described by its rule.
 
     ``dims``: for each operand, the factor of each dim (None: the dim is broadcast or must stay whole). ``out``: the same for each result.
@@ -125,7 +125,7 @@ class Op:
     addends: frozenset[int] = frozenset()
     carries: bool = False
     scale: dict[tuple[int, int], int] = field(default_factory=dict)
-    local: Callable[[Split], Callable[..., Any] | None] | None = None
+    local: Callable[[LocalContext], Callable[..., Any] | None] | None = None
     composite: Callable[..., Any] | None = None
     checked: bool = False  # torch's own function looks at the arguments of a composite first, on meta tensors
     whole_call: bool = False

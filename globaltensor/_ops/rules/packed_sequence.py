@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._base import torch_private
-from .notation import Op
+from .notation import OpDescription
 from .registry import rule
 
 __all__: list[str] = []
@@ -42,10 +42,10 @@ def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float
 
 
 @rule(torch_private.pack_padded)
-def _pack(op: Op, *args: Any) -> None:
+def _pack(op: OpDescription, *args: Any) -> None:
     op.composite = _packed
 
 
 @rule(torch_private.pad_packed)
-def _pad(op: Op, *args: Any) -> None:
+def _pad(op: OpDescription, *args: Any) -> None:
     op.composite = _padded

@@ -11,46 +11,46 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..._base import torch_private
 from ..._tensor.global_tensor import GlobalTensor
-from ...boxing import log, plan
+from ...boxing import log, plan_boxing
 from ...distributed.world import world
 from ...sharding.sbp import broadcast, partial_sum
-from .notation import Arg, Op
+from .notation import Arg, OpDescription
 from .registry import rule
 
-__all__ = ["AHEAD", "carry", "extremum", "extremum_with_gradient", "settled", "settling"]
+__all__ = ["AHEAD", "extremum", "extremum_with_gradient", "reduce_partials", "reduce_partials_async", "with_gradient_of"]
 
 #: What boxing_log() says of a sum that begins before it is needed.
 AHEAD: Final = "settling"
 
 
-def settled(x: Tensor) -> Tensor:
+def reduce_partials(x: Tensor) -> Tensor:
     """The same tensor with its partial sums reduced, and every split kept: say so once where a value is used several times."""
     if has_torch_function((x,)):
-        return handle_torch_function(settled, (x,), x)
+        return handle_torch_function(reduce_partials, (x,), x)
     return x
 
 
-@rule(settled)
-def _settled(op: Op, x: Arg) -> None:
+@rule(reduce_partials)
+def _settled(op: OpDescription, x: Arg) -> None:
     op.set(x, tuple(range(x.ndim)))
     op.out = [tuple(range(x.ndim))]
     op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
 
 
-def settling(x: Tensor) -> Callable[[], Tensor]:
-    """``settled`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
+def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
+    """``reduce_partials`` of a tensor without a gradient, begun now and awaited when the function returned is called: for what is needed later."""
     here = world()
     if torch_private.function_mode_on():  # a recorder is at work: a program starts what it needs later by itself
-        return lambda: settled(x)
+        return lambda: reduce_partials(x)
     if not isinstance(x, GlobalTensor) or here.rank not in x._spec.placement._coordinates:
-        return lambda: settled(x)
+        return lambda: reduce_partials(x)
     spec = x._spec
     axes = [a for a, e in enumerate(spec.layout) if e is partial_sum]
     whole = spec.replace(layout=[broadcast if a in axes else e for a, e in enumerate(spec.layout)])
-    route = plan(spec, whole)
+    route = plan_boxing(spec, whole)
     if not route.bytes:
-        return lambda: settled(x)
-    log.watch(route, AHEAD)
+        return lambda: reduce_partials(x)
+    log.record_boxing(route, AHEAD)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
     handle = here.comm(spec.placement.fiber(here.rank, axes)).all_reduce_async(local.view(-1), "sum")
 
@@ -85,7 +85,7 @@ def identity(dtype: torch.dtype, largest: bool) -> float | int | bool:
 
 
 @rule(extremum)
-def _extremum(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: bool) -> None:
+def _extremum(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, largest: bool) -> None:
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.out = [tuple(None if d in dims else d for d in names if keepdim or d not in dims)]
@@ -109,15 +109,15 @@ class _Carry(torch.autograd.Function):
         return None, grad * weight, None, None, None
 
 
-def carry(value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def with_gradient_of(value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """``value`` (``dims`` kept with size 1), with the gradient of ``(x * weight).sum(dims)``. No rounding touches the value."""
     if has_torch_function((value, x, weight)):
-        return handle_torch_function(carry, (value, x, weight), value, x, weight, dims, keepdim)
+        return handle_torch_function(with_gradient_of, (value, x, weight), value, x, weight, dims, keepdim)
     return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
 
 
-@rule(carry)
-def _carry(op: Op, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool) -> None:
+@rule(with_gradient_of)
+def _carry(op: OpDescription, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool) -> None:
     names = tuple(range(x.ndim))
     op.set(x, names)
     op.set(weight, names)
@@ -132,7 +132,7 @@ def extremum_with_gradient(x: Tensor, dims: tuple[int, ...], keepdim: bool, larg
     """The largest (smallest) element over ``dims``, exact wherever they are split; its gradient is shared evenly among equals, as torch does."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return extremum(x, dims, keepdim, largest)
-    x = settled(x)
-    value = settled(extremum(x, dims, True, largest))
+    x = reduce_partials(x)
+    value = reduce_partials(extremum(x, dims, True, largest))
     mask = (x.detach() == value).to(x.dtype)
-    return carry(value, x, mask / mask.sum(dims, True), dims, keepdim)
+    return with_gradient_of(value, x, mask / mask.sum(dims, True), dims, keepdim)

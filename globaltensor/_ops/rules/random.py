@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .notation import Arg, Op, align
+from .notation import Arg, OpDescription, align
 from .registry import rule
 
 __all__: list[str] = []
 
 
-def _elementwise(op: Op, *args: Any, **kwargs: Any) -> None:
+def _elementwise(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.dims, result = align([a.shape for a in op.args])
     op.out, op.random = [result], True
 
@@ -22,7 +22,7 @@ rule([torch.bernoulli, torch.Tensor.bernoulli, torch.poisson, torch.binomial])(_
 
 
 @rule([torch.multinomial, torch.Tensor.multinomial])
-def _multinomial(op: Op, weights: Arg, *args: Any, **kwargs: Any) -> None:
+def _multinomial(op: OpDescription, weights: Arg, *args: Any, **kwargs: Any) -> None:
     rows = tuple(range(weights.ndim - 1))
     op.set(weights, (*rows, None))
     op.out, op.random = [(*rows, None)], True

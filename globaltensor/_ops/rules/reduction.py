@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..._base import torch_private
 from ...errors import FormError
-from .helpers import canonical, dims_of, operands, reduced, split_in, unless_empty
-from .notation import Arg, Op, Split
-from .partial_extrema import extremum_with_gradient, settled
+from .helpers import canonical, dims_of, operands, reduced, skip_when_empty, split_in
+from .notation import Arg, LocalContext, OpDescription
+from .partial_extrema import extremum_with_gradient, reduce_partials
 from .registry import composite, rule
 
 __all__ = ["amax", "has_split"]
@@ -25,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _sum(names: str, kind: str, linear: bool = False) -> None:
-    def describe(op: Op, input: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> None:
         reduced(op, input, dims_of(input, dim), keepdim, kind)
         if linear:
             op.linear = [frozenset([0])]
@@ -43,7 +43,7 @@ rule(torch_private.is_all_true)(lambda op, input: reduced(op, input, dims_of(inp
 
 
 @rule("mean")
-def _mean(op: Op, *args: Any, **kwargs: Any) -> None:
+def _mean(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
         dims = dims_of(input, dim)
         reduced(op, input, dims, keepdim, "sum")
@@ -51,7 +51,7 @@ def _mean(op: Op, *args: Any, **kwargs: Any) -> None:
         count = math.prod(input.shape[d] for d in dims if d < input.ndim)
         kind = dtype or input.dtype
 
-        def local(split: Split) -> Callable[..., Tensor]:
+        def local(split: LocalContext) -> Callable[..., Tensor]:
             if not any(split.is_split(d) for d in dims):
                 return torch.mean
             if kind in _HALF:  # the sum of many small numbers may be too large for the type, their mean is not
@@ -64,11 +64,11 @@ def _mean(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @rule("trace")
-def _trace(op: Op, input: Arg) -> None:
+def _trace(op: OpDescription, input: Arg) -> None:
     op.set(input, ("i", "j"))
     op.out, op.linear, op.reduce = [()], [frozenset([0])], {"i": "sum", "j": "sum"}
 
-    def local(split: Split) -> Callable[..., Tensor]:
+    def local(split: LocalContext) -> Callable[..., Tensor]:
         shift = split.box("i")[0] - split.box("j")[0]
         return lambda input: input.diagonal(shift).sum()
 
@@ -76,7 +76,7 @@ def _trace(op: Op, input: Arg) -> None:
 
 
 @rule("nanmean prod".split())
-def _whole_dims(op: Op, *args: Any, **kwargs: Any) -> None:
+def _whole_dims(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> None:
         reduced(op, input, dims_of(input, dim), keepdim, None)
 
@@ -97,10 +97,10 @@ def _over_split(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
 
 
 def _moments(name: str, results: int) -> None:
-    def describe(op: Op, input: Arg, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, dim: Any = None, unbiased: Any = True, keepdim: bool = False, **kwargs: Any) -> None:
         dim = None if isinstance(dim, bool) else dim  # the second argument of the form without dims is `unbiased`
         reduced(op, input, dims_of(input, dim), keepdim, None, results)
-        op.local = unless_empty(op, getattr(torch, name))  # torch warns of a variance of nothing
+        op.local = skip_when_empty(op, getattr(torch, name))  # torch warns of a variance of nothing
 
     rule(name)(lambda op, *args, **kwargs: describe(op, *args, **canonical(kwargs)))
 
@@ -116,10 +116,10 @@ def _split_variance(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> b
 
 def _variance(input: Tensor, dim: Any, unbiased: bool, keepdim: bool, correction: float | None) -> tuple[Tensor, Tensor]:
     """(variance, mean), exact on parts of any size: the mean first, then the squares of what differs from it."""
-    input, dims = settled(input), dims_of(input, dim)
+    input, dims = reduce_partials(input), dims_of(input, dim)
     count = math.prod(input.shape[d] for d in dims)
     less = correction if correction is not None else float(bool(unbiased))
-    mean = settled(input.mean(dims, keepdim=True))
+    mean = reduce_partials(input.mean(dims, keepdim=True))
     off = input - mean
     squares = (off * off.conj()).real if input.is_complex() else off * off
     variance = squares.sum(dims, keepdim) / max(0.0, count - less)
@@ -137,7 +137,7 @@ def _variance_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
 
 def _root(variance: Tensor) -> Tensor:
     # Where the variance is zero, torch's std has a gradient of zero, not of infinity.
-    flat = settled(variance)
+    flat = reduce_partials(variance)
     zero = flat == 0
     return torch.where(zero, flat, torch.where(zero, 1.0, flat).sqrt()) if variance.requires_grad else flat.sqrt()
 
@@ -156,7 +156,7 @@ def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------------------------- maxima
 
 
-def _extremes(op: Op, *args: Any, **kwargs: Any) -> None:
+def _extremes(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, dim: Any = None, keepdim: bool = False) -> None:
         reduced(op, input, dims_of(input, dim), keepdim, None)
 
@@ -184,7 +184,7 @@ composite("amin", has_split)(amax(False))
 
 
 @rule("aminmax")
-def _aminmax(op: Op, input: Arg, *, dim: int | None = None, keepdim: bool = False) -> None:
+def _aminmax(op: OpDescription, input: Arg, *, dim: int | None = None, keepdim: bool = False) -> None:
     reduced(op, input, dims_of(input, dim), keepdim, None, results=2)
 
 
@@ -202,7 +202,7 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
     ``reduces``: the dim vanishes. ``default``: the dim where none is given; None: all elements at once, one result.
     """
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         kwargs = canonical(kwargs)
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[at] if len(args) > at else default)
@@ -221,11 +221,11 @@ def _along(names: str, results: int = 1, default: int | None = None, reduces: bo
 _along("mode", results=2, default=-1, reduces=True)
 
 
-def _quantile(op: Op, function: Any, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:
+def _quantile(op: OpDescription, function: Any, input: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> None:
     reduced(op, input, dims_of(input, dim), keepdim, None)
     if isinstance(q, Arg) and q.ndim:  # one result for each q, in front
         op.out = [(None, *op.out[0])]
-    op.local = unless_empty(op, function)
+    op.local = skip_when_empty(op, function)
 
 
 rule("quantile")(lambda op, *args, **kwargs: _quantile(op, torch.quantile, *args, **canonical(kwargs)))
@@ -236,7 +236,7 @@ rule(["trapezoid", "trapz"])(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoi
 rule("cumulative_trapezoid")(lambda op, y, x=None, *, dx=None, dim=-1: _trapezoid(op, y, x, dim, True))
 
 
-def _trapezoid(op: Op, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
+def _trapezoid(op: OpDescription, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
     reduced(op, y, dims_of(y, dim), keepdim, None)
     if isinstance(x, Arg):
         op.set(x, op.dims[y.index] if x.ndim == y.ndim else (None,) * x.ndim)
@@ -247,26 +247,26 @@ def _trapezoid(op: Op, y: Arg, x: Arg | None, dim: int, keepdim: bool) -> None:
 
 
 @rule("gradient")
-def _gradient(op: Op, input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> None:
+def _gradient(op: OpDescription, input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> None:
     reduced(op, input, dims_of(input, dim), True, None)
     op.out = [op.dims[input.index]]
 
 
 @rule("renorm")
-def _renorm(op: Op, input: Arg, p: float, dim: int, maxnorm: float) -> None:
+def _renorm(op: OpDescription, input: Arg, p: float, dim: int, maxnorm: float) -> None:
     reduced(op, input, [d for d in range(input.ndim) if d != input.dim(dim)], True, None)
     op.out = [op.dims[input.index]]
 
 
 @rule("isin")
-def _isin(op: Op, elements: Any, test_elements: Any, **kwargs: Any) -> None:
+def _isin(op: OpDescription, elements: Any, test_elements: Any, **kwargs: Any) -> None:
     if isinstance(elements, Arg):
         op.set(elements, tuple(range(elements.ndim)))
         op.out = [op.dims[elements.index]]
 
 
 @rule("sum_to_size")
-def _sum_to_size(op: Op, input: Arg, *size: Any) -> None:
+def _sum_to_size(op: OpDescription, input: Arg, *size: Any) -> None:
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     lead = input.ndim - len(shape)
     over = [d for d in range(input.ndim) if d < lead or shape[d - lead] != input.shape[d]]
@@ -274,7 +274,7 @@ def _sum_to_size(op: Op, input: Arg, *size: Any) -> None:
     op.out = [op.out[0][lead:]]
     op.linear = [frozenset([0])]
 
-    def local(split: Split) -> Callable[..., Tensor]:
+    def local(split: LocalContext) -> Callable[..., Tensor]:
         here = split.out_shape()
         return lambda input, *size: input.sum_to_size(here)
 

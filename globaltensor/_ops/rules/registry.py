@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..._base.torch_private import spellings_of_operator
-from .notation import Arg, Op, align, parse
+from .notation import Arg, OpDescription, align, parse
 
-__all__ = ["RULES", "UNSEEING", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of", "spellings_of"]
+__all__ = ["DATA_FREE_VARIANTS", "RULES", "Derived", "Rule", "Rules", "composite", "flatten_args", "pointwise", "rule", "rule_of", "spellings_of"]
 
 #: Where a name is looked for; the first four carry in-place and dunder spellings as well.
 SPACES = (torch.Tensor, torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.functional)
@@ -94,7 +94,7 @@ class Derived:
 RULES = Rules()
 
 #: Functions that look at values before they compute -> the same without a look, of plain tensors too: a graph that is being captured has no values.
-UNSEEING: dict[Any, Callable[..., Any]] = {}
+DATA_FREE_VARIANTS: dict[Any, Callable[..., Any]] = {}
 
 
 def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
@@ -103,7 +103,7 @@ def rule_of(func: Any, kwargs: Mapping[str, Any]) -> Rule | None:
     return dataclasses.replace(found, inplace=True) if found is not None and kwargs.get("inplace") is True else found
 
 
-def spellings(name: str) -> list[tuple[Any, bool]]:
+def torch_functions_named(name: str) -> list[tuple[Any, bool]]:
     """Every torch function that ``name`` stands for, and whether it writes into its first operand."""
     found: list[tuple[Any, bool]] = []
     for space in SPACES:
@@ -121,7 +121,7 @@ def spellings_of(target: str | Callable[..., Any]) -> list[tuple[Any, bool]]:
     operators = spellings_of_operator(target)
     if operators:
         return [(operator, False) for operator in operators]
-    return spellings(target) if isinstance(target, str) else [(target, False)]
+    return torch_functions_named(target) if isinstance(target, str) else [(target, False)]
 
 
 def rule(
@@ -132,7 +132,7 @@ def rule(
     addends: Sequence[int] = (),
     scalars: bool = False,
 ) -> Any:
-    """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``Op``.
+    """Say what a function admits; in one line by index notation, or as a decorator over a function that fills an ``OpDescription``.
 
     ``target``: a torch function, or a name (all its spellings), an operator made with torch.library, or several. ``notation``: see ``notation.parse``;
     ``linear`` and ``addends`` are positions of tensor operands, see ``notation.Op``. It holds at once, in all threads; graphs are captured again at their next
@@ -144,7 +144,7 @@ def rule(
     if notation is not None:
         text = notation
 
-        def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+        def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
             operands = [o for a in (*args, *kwargs.values()) for o in (flatten_args(a) if a is not None else [None])]
             while operands and operands[-1] is None:
                 operands.pop()
@@ -184,7 +184,7 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
     between them).
     """
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         factors = [k for k in ("alpha", "value") if isinstance(kwargs.get(k), Arg)]
         if factors:
             op.composite = _with_factors(op.function, factors)
@@ -233,12 +233,12 @@ def composite(names: str, when: Callable[..., bool]) -> Any:
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():
-            for f, inplace in spellings(name):
+            for f, inplace in torch_functions_named(name):
                 if inplace or f not in RULES:
                     continue
                 before = RULES[f]
 
-                def describe(op: Op, *args: Any, before: Rule = before, **kwargs: Any) -> None:
+                def describe(op: OpDescription, *args: Any, before: Rule = before, **kwargs: Any) -> None:
                     if when(*args, **kwargs):
                         op.compose(function)
                     else:

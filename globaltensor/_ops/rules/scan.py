@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...boxing.halo_exchange import share
+from ...boxing.halo_exchange import all_gather_small
 from ...distributed.world import world
 from .helpers import canonical, dims_of, reduced
-from .notation import Arg, Op, Split
+from .notation import Arg, LocalContext, OpDescription
 from .spatial.halo import fibers, is_spread
 from .view import each_spelling
 
@@ -29,7 +29,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, split: Split, dim: int) -> Place:
+    def of(cls, split: LocalContext, dim: int) -> Place:
         """The place along ``dim`` of operand 0."""
         spec = split.ins[0]
         ranks = fibers(spec, split.rank, dim)
@@ -50,7 +50,7 @@ class Place:
         return self.lengths[self.index]
 
 
-def along(op: Op, x: Arg, dim: int, results: int) -> int | None:
+def along(op: OpDescription, x: Arg, dim: int, results: int) -> int | None:
     """Describe a function that works along one dim -> the dim where it is split and may stay so; else it must be whole."""
     dims = dims_of(x, dim)
     reduced(op, x, dims, True, None, results)
@@ -89,7 +89,7 @@ def _folding(spelled: str) -> Callable[..., None]:
     name = spelled.rstrip("_")
     fold, inplace = _FOLDS[name], spelled.endswith("_")
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim = _bind(*args, **canonical(kwargs))
         d = along(op, x, dim, 1)
         if name == "cumsum":
@@ -97,7 +97,7 @@ def _folding(spelled: str) -> Callable[..., None]:
         if d is None:
             return
 
-        def local(split: Split) -> Callable[..., Tensor]:
+        def local(split: LocalContext) -> Callable[..., Tensor]:
             if not is_spread(split, d):
                 return getattr(Tensor, spelled)  # type: ignore[no-any-return]
             run = _folded(fold, Place.of(split, d), d, split.outs[0].dtype, world().device(split.ins[0].placement.type))
@@ -119,7 +119,7 @@ def _folded(fold: _Fold, place: Place, d: int, dtype: torch.dtype, device: torch
 
     def run(x: Tensor) -> Tensor:
         x = x.to(dtype)
-        totals = share(fold.total(x, d), place.ranks)
+        totals = all_gather_small(fold.total(x, d), place.ranks)
         before = fold.total(torch.where(chosen.view(-1, *[1] * x.ndim), totals, torch.full((), neutral, dtype=dtype, device=device)), 0)[0]
         if first:
             out = fold.scan(x, d)
@@ -137,7 +137,7 @@ for _name in _FOLDS:
 
 
 def _extreme(name: str) -> Callable[..., None]:
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim = _bind(*args, **canonical(kwargs))
         d = along(op, x, dim, 2)
         if d is not None:
@@ -157,7 +157,7 @@ def _climbed(name: str, place: Place, d: int) -> Callable[..., Any]:
             last, where = values.narrow(d, place.length - 1, 1), places.narrow(d, place.length - 1, 1)
         else:
             last, where = input.sum(d, keepdim=True).to(input.dtype), places.sum(d, keepdim=True)
-        lasts, wheres = share(last, place.ranks), share(where, place.ranks)
+        lasts, wheres = all_gather_small(last, place.ranks), all_gather_small(where, place.ranks)
         if not place.before:
             # Nothing is used of the others, but their backward comes through here.
             return kind((values + lasts[:0].sum(0) if values.requires_grad else values, places))

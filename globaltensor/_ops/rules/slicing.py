@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...boxing.halo_exchange import Interval, Reach, fetch, most_fetched
+from ...boxing.halo_exchange import HaloPlan, Interval, fetch_halo, most_fetched
 from ...cluster import current_cluster
 from ...sharding.spec import Spec
-from .notation import Arg, Op, Split
+from .notation import Arg, LocalContext, OpDescription
 from .spatial.halo import fibers, interval, is_spread
 
 __all__ = ["cut", "joins", "stays_split", "takes"]
@@ -33,7 +33,7 @@ def stays_split(x: Arg, dim: int, runs: Runs) -> bool:
     return x.is_split(dim) and all(len(run) >= len(fibers(spec, spec.placement.flat[0], dim)) for run in runs)
 
 
-def takes(op: Op, dims: dict[int, tuple[int, Runs]]) -> None:
+def takes(op: OpDescription, dims: dict[int, tuple[int, Runs]]) -> None:
     """Operand 0 is cut along ``dims``, which ``op.exchanges`` names: dim of it -> (the same dim of the results, what each takes). Says what that costs."""
 
     def seconds(choice: Any) -> float:
@@ -57,20 +57,20 @@ def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Inter
     return current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, _ranks(spec, dim)) if most else 0.0
 
 
-def cut(split: Split, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], Sequence[Tensor]] | None:
+def cut(split: LocalContext, dim: int, out_dim: int, runs: Runs) -> Callable[[Tensor], Sequence[Tensor]] | None:
     """The function that gives a rank its parts of the results. None where it has all of ``dim``."""
     if not is_spread(split, dim):
         return None
     src, rank = split.ins[0], split.rank
     ranks = fibers(src, rank, dim)
     held, wanted = _places(src, split.outs, ranks, dim, out_dim, runs)
-    reach = Reach(ranks, rank, held, wanted)
+    reach = HaloPlan(ranks, rank, held, wanted)
     mine = [interval(out, rank, out_dim) for out in split.outs]
     sizes = [sum(b - a for a, b in _covered(run, part)) for run, part in zip(runs, mine, strict=True)]
     strides = [(*[slice(None)] * dim, slice(None, None, run.step)) if run.step > 1 else None for run in runs]
 
     def parts(x: Tensor) -> Sequence[Tensor]:
-        x = fetch(x, dim, reach)
+        x = fetch_halo(x, dim, reach)
         found = x.split(sizes, dim) if len(sizes) > 1 else (x,)
         return [part if stride is None else part[stride] for part, stride in zip(found, strides, strict=True)]
 
@@ -95,7 +95,7 @@ def _covered(run: range, part: Interval) -> Iterator[Interval]:
 # ---------------------------------------------------------------------------------------------------------------- joined again
 
 
-def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
+def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> None:
     """The result, ``operands`` side by side along ``dim``, is split there as those are that are: ranks hand each other what falls into each other's parts
     of it. What lies whole on all ranks is cut where it lies. Names the dim ``factor`` of those that are split."""
     ends = list(itertools.accumulate(a.shape[dim] for a in operands))
@@ -122,7 +122,7 @@ def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
                 found += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
         return found
 
-    def local(split: Split) -> Callable[..., Tensor] | None:
+    def local(split: LocalContext) -> Callable[..., Tensor] | None:
         out, rank = split.outs[0], split.rank
         ranks = fibers(out, rank, dim)
         if len(ranks) == 1:
@@ -131,8 +131,8 @@ def joins(op: Op, operands: Sequence[Arg], dim: int, factor: Any) -> None:
         for i, a in enumerate(operands):
             spec, wants = split.ins[a.index], wanted(out, ranks, i)
             if a in spread:
-                reach = Reach(ranks, rank, [interval(spec, r, dim) for r in ranks], wants)
-                steps[a.index] = functools.partial(fetch, dim=dim, reach=reach)
+                reach = HaloPlan(ranks, rank, [interval(spec, r, dim) for r in ranks], wants)
+                steps[a.index] = functools.partial(fetch_halo, dim=dim, reach=reach)
             else:
                 start, stop = (wants[ranks.index(rank)] or [(0, 0)])[0]
                 steps[a.index] = functools.partial(torch.narrow, dim=dim, start=start, length=stop - start)

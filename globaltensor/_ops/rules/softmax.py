@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .helpers import canonical, dims_of, reduced, register, split_in
-from .notation import Arg, Op
-from .partial_extrema import extremum, settled
+from .notation import Arg, OpDescription
+from .partial_extrema import extremum, reduce_partials
 from .registry import composite, rule
 
 __all__: list[str] = []
@@ -35,7 +35,7 @@ def _family(kind: str) -> None:
         if function is not None:
             bind = _bind(spelling)
 
-            def describe(op: Op, *args: Any, bind: Any = bind, **kwargs: Any) -> None:
+            def describe(op: OpDescription, *args: Any, bind: Any = bind, **kwargs: Any) -> None:
                 x, dim, _ = bind(*args, **canonical(kwargs))
                 dims = dims_of(x, dim)
                 if split_in(x, dims) and x.shape[dims[0]]:
@@ -49,13 +49,13 @@ def _family(kind: str) -> None:
 def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     result = dtype or x.dtype
     # torch computes in single precision where the type is narrower.
-    x = settled(x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result))
+    x = reduce_partials(x.to(torch.float32) if result in (torch.float16, torch.bfloat16) else x.to(result))
     dims = dims_of(x, dim)
     if kind == "softmin":
         x = -x
-    shifted = x - settled(extremum(x, dims, True, True))
+    shifted = x - reduce_partials(extremum(x, dims, True, True))
     powers = shifted.exp()
-    total = settled(powers.sum(dims, keepdim=True))
+    total = reduce_partials(powers.sum(dims, keepdim=True))
     out = shifted - total.log() if kind == "log_softmax" else powers / total
     return out.to(result)
 
@@ -65,7 +65,7 @@ for _kind in ("softmax", "log_softmax", "softmin"):
 
 
 @rule("logsumexp")
-def _logsumexp(op: Op, *args: Any, **kwargs: Any) -> None:
+def _logsumexp(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, dim: Any, keepdim: bool = False) -> None:
         reduced(op, input, dims_of(input, dim), keepdim, None)
 
@@ -80,11 +80,11 @@ def _splits(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
 @composite("logsumexp", _splits)
 def _split_logsumexp(*args: Any, **kwargs: Any) -> Tensor:
     def run(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-        x, dims = settled(input), dims_of(input, dim)
-        top = settled(extremum(x, dims, True, True))
+        x, dims = reduce_partials(input), dims_of(input, dim)
+        top = reduce_partials(extremum(x, dims, True, True))
         # Infinite maxima would give inf - inf.
         top = torch.where(top.isinf(), 0.0, top)
-        sums = settled((x - top).exp().sum(dims, keepdim=True))
+        sums = reduce_partials((x - top).exp().sum(dims, keepdim=True))
         total = sums.log() + top
         return total if keepdim else total.sum(dims)
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ...boxing import log
-from ...boxing.halo_exchange import share
+from ...boxing.halo_exchange import all_gather_small
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ...errors import FormError
 from .helpers import canonical, dims_of, reduced, split_in
-from .notation import Arg, Op, Split
+from .notation import Arg, LocalContext, OpDescription
 from .registry import rule
 from .scan import Place
 from .spatial.halo import is_spread
-from .strategy import Choice
+from .strategy import SignatureChoice
 
 __all__: list[str] = []
 
@@ -117,13 +117,13 @@ def _planned(lanes: Tensor, descending: bool, place: Place, ends: list[int]) -> 
         borders = torch.tensor([inner], device=keys.device)
         first = _searched(local, bits, borders, place.ranks)
         less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
-        every = share(torch.stack([less, upto - less]), place.ranks)
+        every = all_gather_small(torch.stack([less, upto - less]), place.ranks)
         # Of those equal to it, the ranks' in turn, as many as still fit in front.
         short = borders - every[:, 0].sum(0)
         mine = (short - every[: place.index, 1].sum(0)).clamp(min=0).minimum(upto - less)
         cuts[:, : len(inner)] = less + mine
     counts = torch.cat([cuts, torch.full((count, 1), here, device=keys.device)], 1).diff(dim=1, prepend=cuts.new_zeros(count, 1))
-    every = share(counts, place.ranks)  # [from, lanes, to]
+    every = all_gather_small(counts, place.ranks)  # [from, lanes, to]
     sending = order.flatten()
     if count > 1:  # one lane is in the order of the ranks as it is
         steps = torch.arange(here, device=keys.device).expand(count, here).contiguous()
@@ -147,7 +147,7 @@ def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
     return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
 
 
-def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _sorted(split: LocalContext, d: int, descending: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     place, out = Place.of(split, d), split.outs[0]
     ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
 
@@ -168,7 +168,7 @@ def _sorted(split: Split, d: int, descending: bool) -> Callable[[Tensor], tuple[
 # ---------------------------------------------------------------------------------------------------------------- one element
 
 
-def _selected(split: Split, d: int, keepdim: bool, goal: Callable[[Tensor, tuple[int, ...], int], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _selected(split: LocalContext, d: int, keepdim: bool, goal: Callable[[Tensor, tuple[int, ...], int], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The element at the place ``goal(lanes, ranks, n)`` [lanes or 1, 1] of each lane's order, and where it stands: of equals the first."""
     place, n = Place.of(split, d), split.ins[0].shape[d]
 
@@ -184,8 +184,8 @@ def _selected(split: Split, d: int, keepdim: bool, goal: Callable[[Tensor, tuple
             value, where = lanes.gather(1, local), torch.where(mine, local + place.offset, n)
         else:
             value, where = lanes.sum(1, keepdim=True).to(x.dtype), torch.full_like(at, n)
-        first, owner = share(where, place.ranks).min(0)
-        value = share(value, place.ranks).gather(0, owner.unsqueeze(0))[0]
+        first, owner = all_gather_small(where, place.ranks).min(0)
+        value = all_gather_small(value, place.ranks).gather(0, owner.unsqueeze(0))[0]
         value, first = (t.view((*rest, 1)).movedim(-1, d) for t in (value, first))
         return (value, first) if keepdim else (value.squeeze(d), first.squeeze(d))
 
@@ -216,7 +216,7 @@ _NO_ORDER = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]) -> None:
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim, descending = _bind(*args, **canonical(kwargs))
         dims = dims_of(x, default if dim is None else dim)
         reduced(op, x, dims, True, None, results)
@@ -228,7 +228,7 @@ def _declare(name: str, results: int, default: int, make: Callable[[tuple[Tensor
         if split_in(x, dims):
             op.traffic = lambda choice: _seconds(choice, d, True)
 
-        def local(split: Split) -> Callable[..., Any]:
+        def local(split: LocalContext) -> Callable[..., Any]:
             if not is_spread(split, d):
                 return getattr(torch, name)  # type: ignore[no-any-return]
             run = _sorted(split, d, descending)
@@ -245,7 +245,7 @@ def _bind(input: Arg, dim: Any = None, descending: bool = False, stable: bool = 
     return input, dim, descending
 
 
-def _seconds(choice: Choice, d: int, moving: bool) -> float:
+def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     """Sorting what a rank then has, and, where the dim is split, the search and, of a sort, the exchange."""
     spec, cluster = choice.ins[0], current_cluster()
     here, n = max(1, spec.local_numel()), spec.shape[d]
@@ -266,7 +266,7 @@ _declare("msort", 1, 0, lambda found: found[0])
 
 
 def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -> None:
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim, keepdim, goal = bind(*args, **canonical(kwargs))
         dims = dims_of(x, dim)
         reduced(op, x, dims, keepdim, None, 1 if dim is None else 2)
@@ -276,7 +276,7 @@ def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -
         op.whole, op.exchanges = set(), {d}
         op.traffic = lambda choice: _seconds(choice, d, False)
 
-        def local(split: Split) -> Callable[..., Any]:
+        def local(split: LocalContext) -> Callable[..., Any]:
             if not split.is_split(d):
                 return getattr(torch, name)  # type: ignore[no-any-return]
             run = _selected(split, d, keepdim, goal)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .notation import Arg, Op
-from .partial_extrema import settled
+from .notation import Arg, OpDescription
+from .partial_extrema import reduce_partials
 from .registry import rule
 
 __all__: list[str] = []
@@ -22,13 +22,13 @@ __all__: list[str] = []
 def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
     x = input.reshape(1, -1) if input.ndim < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
-    total: Any = x.shape[1] if weights is None else settled(weights.sum())
+    total: Any = x.shape[1] if weights is None else reduce_partials(weights.sum())
     mean = (x if weights is None else x * weights).sum(1, keepdim=True) / total
     count = total - correction
     if aweights is not None and correction:
-        count = total - correction * settled((weights * aweights).sum()) / total
+        count = total - correction * reduce_partials((weights * aweights).sum()) / total
     count = count.clamp(min=0) if isinstance(count, Tensor) else max(0, count)
-    off = settled(x) - settled(mean)
+    off = reduce_partials(x) - reduce_partials(mean)
     return ((off if weights is None else off * weights) @ off.mH / count).squeeze()
 
 
@@ -36,15 +36,15 @@ rule("cov")(lambda op, *args, **kwargs: op.compose(_cov))
 
 
 @rule("corrcoef")
-def _corrcoef(op: Op, input: Arg) -> None:
+def _corrcoef(op: OpDescription, input: Arg) -> None:
     op.compose(_correlation)
 
 
 def _correlation(input: Tensor) -> Tensor:
-    found = settled(_cov(input))
+    found = reduce_partials(_cov(input))
     if found.ndim == 0:
         return found / found
-    spread = settled(found.diagonal()).sqrt()
+    spread = reduce_partials(found.diagonal()).sqrt()
     out = found / spread.unsqueeze(1) / spread.unsqueeze(0)
     return torch.complex(out.real.clamp(-1, 1), out.imag.clamp(-1, 1)) if out.is_complex() else out.clamp(-1, 1)
 
@@ -63,14 +63,14 @@ def counted(x: Tensor, length: int, weights: Tensor | None = None) -> Tensor:
 
 
 @rule([counted])
-def _counted(op: Op, x: Arg, length: int, weights: Arg | None = None) -> None:
+def _counted(op: OpDescription, x: Arg, length: int, weights: Arg | None = None) -> None:
     for a in op.args:
         op.set(a, ("i",))
     op.out, op.reduce = [(None,)], {"i": "sum"}
 
 
 @rule("bincount")
-def _bincount(op: Op, input: Arg, weights: Arg | None = None, minlength: int = 0) -> None:
+def _bincount(op: OpDescription, input: Arg, weights: Arg | None = None, minlength: int = 0) -> None:
     op.composite = _bincount_of_all
 
 
@@ -86,7 +86,7 @@ def _bincount_of_all(input: Tensor, weights: Tensor | None = None, minlength: in
 
 
 @rule("histc")
-def _histc(op: Op, input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> None:
+def _histc(op: OpDescription, input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> None:
     if float(min) == float(max) and input.spec.numel:
         op.composite = _histc_of_range
         return
@@ -113,7 +113,7 @@ def tallied(input: Tensor, edges: Sequence[Tensor], weight: Tensor | None = None
 
 
 @rule([tallied])
-def _tallied(op: Op, input: Arg, edges: Sequence[Arg], weight: Arg | None = None) -> None:
+def _tallied(op: OpDescription, input: Arg, edges: Sequence[Arg], weight: Arg | None = None) -> None:
     op.set(input, ("i", *[None] * (input.ndim - 1)))
     if weight is not None:
         op.set(weight, ("i",))
@@ -121,7 +121,7 @@ def _tallied(op: Op, input: Arg, edges: Sequence[Arg], weight: Arg | None = None
 
 
 @rule("histogram")
-def _histogram(op: Op, *args: Any, **kwargs: Any) -> None:
+def _histogram(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_histogram_by_counts)
 
 
@@ -133,7 +133,7 @@ def _histogram_by_counts(input: Tensor, bins: Any, *, range: Any = None, weight:
 
 
 @rule("histogramdd")
-def _histogramdd(op: Op, *args: Any, **kwargs: Any) -> None:
+def _histogramdd(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_histogramdd_by_counts)
 
 
@@ -157,7 +157,7 @@ def _edges(x: Tensor, bins: int, ends: Any) -> Tensor:
 
 
 def _as_density(counts: Tensor, edges: Sequence[Tensor]) -> Tensor:
-    counts = settled(counts)
+    counts = reduce_partials(counts)
     counts = counts / counts.sum()
     for d, e in enumerate(edges):
         counts = counts / e.diff().reshape([-1 if k == d else 1 for k in builtins.range(counts.ndim)])

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...boxing.halo_exchange import Reach, fetch, share
+from ...boxing.halo_exchange import HaloPlan, all_gather_small, fetch_halo
 from .helpers import canonical, dims_of, reduced, split_in
-from .notation import Arg, Op, Split, align
+from .notation import Arg, LocalContext, OpDescription, align
 from .reduction import amax, has_split
 from .registry import rule
 from .scan import Place
@@ -19,7 +19,7 @@ from .scan import Place
 __all__: list[str] = []
 
 
-def _reduces(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
+def _reduces(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
     """Describe a reduction of ``dims``: those that are split may stay so, and every rank has the result."""
     reduced(op, x, dims, keepdim, None, results)
     op.exchanges = {d for d in dims if split_in(x, [d])}
@@ -29,7 +29,7 @@ def _reduces(op: Op, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int)
 # ---------------------------------------------------------------------------------------------------------------- the best of a dim
 
 
-def _best(split: Split, d: int, largest: bool, keepdim: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _best(split: LocalContext, d: int, largest: bool, keepdim: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The largest (smallest) along a split dim with its place: of equals the first; of NaNs too, which count as the best."""
     place = Place.of(split, d)
 
@@ -40,7 +40,7 @@ def _best(split: Split, d: int, largest: bool, keepdim: bool) -> Callable[[Tenso
         else:
             value = x.sum(d, keepdim=True).to(x.dtype)
             at = torch.zeros_like(value, dtype=torch.int64)
-        values, places = share(value, place.ranks)[place.present], share(at, place.ranks)[place.present]
+        values, places = all_gather_small(value, place.ranks)[place.present], all_gather_small(at, place.ranks)[place.present]
         best, which = values.max(0) if largest else values.min(0)
         at = places.gather(0, which.unsqueeze(0))[0]
         return (best, at) if keepdim else (best.squeeze(d), at.squeeze(d))
@@ -51,7 +51,7 @@ def _best(split: Split, d: int, largest: bool, keepdim: bool) -> Callable[[Tenso
 def _max_or_min(name: str) -> None:
     """``max`` is three functions: of all elements, over a dim with indices, and of two tensors element by element."""
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         kwargs = canonical(kwargs)
         if len(op.args) == 2:
             op.dims, result = align([a.shape for a in op.args])
@@ -74,7 +74,7 @@ def _max_or_min(name: str) -> None:
     rule(name)(describe)
 
 
-def _named(name: str, split: Split, d: int, keepdim: bool) -> Callable[..., Any]:
+def _named(name: str, split: LocalContext, d: int, keepdim: bool) -> Callable[..., Any]:
     if not split.is_split(d):
         return getattr(torch, name)  # type: ignore[no-any-return]
     run, kind = _best(split, d, name == "max", keepdim), getattr(torch.return_types, name)
@@ -86,7 +86,7 @@ _max_or_min("min")
 
 
 def _arg(name: str) -> None:
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
             dims = dims_of(input, dim)
             _reduces(op, input, dims, keepdim, 1)
@@ -98,7 +98,7 @@ def _arg(name: str) -> None:
     rule(name)(describe)
 
 
-def _place(name: str, split: Split, d: int | None, keepdim: bool) -> Callable[..., Tensor]:
+def _place(name: str, split: LocalContext, d: int | None, keepdim: bool) -> Callable[..., Tensor]:
     over = [f for f in split.op.exchanges if split.is_split(f)]
     if not over:
         return getattr(torch, name)  # type: ignore[no-any-return]
@@ -108,7 +108,7 @@ def _place(name: str, split: Split, d: int | None, keepdim: bool) -> Callable[..
     return lambda input, *args, **kwargs: _of_all(name == "argmax", split, over, input.detach())
 
 
-def _of_all(largest: bool, split: Split, over: list[Any], x: Tensor) -> Tensor:
+def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> Tensor:
     """The place, in the whole tensor's elements in a row, of the first that is the best."""
     spec = split.ins[0]
     ranks = spec.placement.fiber(split.rank, sorted(a for f in over for a in split.factors[f]))
@@ -123,7 +123,7 @@ def _of_all(largest: bool, split: Split, over: list[Any], x: Tensor) -> Tensor:
     else:
         value, place = x.new_zeros(()), torch.zeros((), dtype=torch.int64, device=x.device)
     present = [i for i, r in enumerate(ranks) if 0 not in spec.local_shape(r)]
-    values, places = share(value, ranks)[present], share(place, ranks)[present]
+    values, places = all_gather_small(value, ranks)[present], all_gather_small(place, ranks)[present]
     best = values.max() if largest else values.min()
     equal = torch.where(best.isnan(), values.isnan(), values == best)  # a NaN is the best, where there is one
     found = torch.where(equal, places, spec.numel).min()
@@ -138,7 +138,7 @@ _arg("argmin")
 
 
 @rule("topk")
-def _topk(op: Op, *args: Any, **kwargs: Any) -> None:
+def _topk(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def bind(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:
         dims = dims_of(input, dim)
         _reduces(op, input, dims, True, 2)
@@ -148,15 +148,15 @@ def _topk(op: Op, *args: Any, **kwargs: Any) -> None:
     bind(*args, **canonical(kwargs))
 
 
-def _best_k(split: Split, d: int, k: int, largest: bool, in_order: bool) -> Callable[..., Any]:
+def _best_k(split: LocalContext, d: int, k: int, largest: bool, in_order: bool) -> Callable[..., Any]:
     place = Place.of(split, d)
     sent = [min(k, n) for n in place.lengths]
     ends = [0, *accumulate(sent)]
-    reach = Reach(place.ranks, split.rank, list(pairwise(ends)), [[(0, ends[-1])]] * len(sent))
+    reach = HaloPlan(place.ranks, split.rank, list(pairwise(ends)), [[(0, ends[-1])]] * len(sent))
 
     def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         values, at = input.topk(sent[place.index], d, largest)
-        values, at = fetch(values, d, reach), fetch(at + place.offset, d, reach)
+        values, at = fetch_halo(values, d, reach), fetch_halo(at + place.offset, d, reach)
         best, which = values.topk(k, d, largest, in_order)
         return torch.return_types.topk((best, at.gather(d, which)))
 

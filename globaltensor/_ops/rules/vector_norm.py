@@ -12,13 +12,13 @@ from torch import Tensor
 from ..._base import torch_private
 from ...sharding.sbp import partial_norm
 from .helpers import canonical, dims_of, kept, reduced, register, split_in
-from .notation import Arg, Op, align
+from .notation import Arg, OpDescription, align
 from .registry import composite, rule
 
 __all__: list[str] = []
 
 
-def _vector(op: Op, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, function: Any) -> None:
+def _vector(op: OpDescription, x: Arg, p: float, dims: tuple[int, ...], keepdim: bool, function: Any) -> None:
     """``function(x)`` computes the norm on global tensors from others, where no partial says it."""
     if p == 0:
         reduced(op, x, dims, keepdim, "sum")
@@ -43,7 +43,7 @@ def _infinite(p: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
 
 
 @rule([torch.linalg.vector_norm])
-def _vector_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _vector_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
         dims = dims_of(input, dim)
         _vector(op, input, float(ord), dims, keepdim, _infinite(float(ord), dims, keepdim, dtype))
@@ -51,12 +51,12 @@ def _vector_norm(op: Op, *args: Any, **kwargs: Any) -> None:
     describe(*args, **canonical(kwargs))
 
 
-def _matrix(op: Op, x: Arg, ord: Any, dims: tuple[int, ...], keepdim: bool) -> None:
+def _matrix(op: OpDescription, x: Arg, ord: Any, dims: tuple[int, ...], keepdim: bool) -> None:
     reduced(op, x, dims, keepdim, "norm2.0" if ord == "fro" else None)
 
 
 @rule([torch.linalg.matrix_norm])
-def _matrix_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _matrix_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> None:
         _matrix(op, input, ord, dims_of(input, dim), keepdim)
 
@@ -64,7 +64,7 @@ def _matrix_norm(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @rule([torch.linalg.norm])
-def _linalg_norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _linalg_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> None:
         dims = dims_of(input, dim)
         if ord is None or len(dims) == 1:
@@ -77,7 +77,7 @@ def _linalg_norm(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @rule([torch.norm, torch.Tensor.norm])
-def _norm(op: Op, *args: Any, **kwargs: Any) -> None:
+def _norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def describe(input: Arg, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> None:
         dims = dims_of(input, dim)
         if p == "nuc":
@@ -90,12 +90,12 @@ def _norm(op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @rule([torch.norm_except_dim])
-def _norm_except(op: Op, v: Arg, pow: float = 2, dim: int = 0) -> None:
+def _norm_except(op: OpDescription, v: Arg, pow: float = 2, dim: int = 0) -> None:
     op.compose(lambda v, pow=2, dim=0: torch.linalg.vector_norm(v, pow, None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim], dim != -1))
 
 
 @rule([torch_private.weight_norm])
-def _weight_norm(op: Op, v: Arg, g: Arg, dim: int = 0) -> None:
+def _weight_norm(op: OpDescription, v: Arg, g: Arg, dim: int = 0) -> None:
     """A weight as a direction and its lengths (Salimans and Kingma 2016). Torch's kernel divides by the number of rows, and some rank may have none."""
     op.compose(lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
 
@@ -103,7 +103,7 @@ def _weight_norm(op: Op, v: Arg, g: Arg, dim: int = 0) -> None:
 # ---------------------------------------------------------------------------------------------------------------- distances
 
 
-def _two(op: Op, a: Arg, b: Arg) -> tuple[Any, ...]:
+def _two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
     """Align two operands that broadcast -> the names of the result's dims."""
     (first, second), result = align([a.shape, b.shape])
     op.set(a, first)
@@ -116,7 +116,7 @@ def _any_split(a: Any, b: Any, dim: int | None) -> bool:
 
 
 @rule("dist")
-def _dist(op: Op, input: Arg, other: Arg, p: float = 2) -> None:
+def _dist(op: OpDescription, input: Arg, other: Arg, p: float = 2) -> None:
     op.whole = set(_two(op, input, other))
     op.out = [()]
 
@@ -136,7 +136,7 @@ def _cosine_split(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> bool:
 
 
 @rule("cosine_similarity")
-def _cosine(op: Op, x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> None:
+def _cosine(op: OpDescription, x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> None:
     names = _two(op, x1, x2)
     if not names:  # two numbers
         op.out = [()]
@@ -153,7 +153,7 @@ def _split_cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Te
     return (x1 * x2).sum(dim) / (first * second)
 
 
-def _pairwise(op: Op, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> None:
+def _pairwise(op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> None:
     names = _two(op, x1, x2)
     if _any_split(x1, x2, -1):
         op.compose(_split_pairwise)
@@ -170,7 +170,7 @@ register(F.pairwise_distance, _pairwise)
 register(torch.cdist, lambda op, *args, **kwargs: _cdist(op, *args, **kwargs))
 
 
-def _cdist(op: Op, x1: Arg, x2: Arg, p: float = 2.0, compute_mode: str | None = None) -> None:
+def _cdist(op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, compute_mode: str | None = None) -> None:
     (first, second), lead = align([x1.shape[:-2], x2.shape[:-2]])
     op.set(x1, (*first, "p", "k"))
     op.set(x2, (*second, "r", "k"))

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from ..._tensor.view_tracking import MovedView
+from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
 from ...sharding.sbp import broadcast
-from .notation import Arg, Op, Split
-from .registry import RULES, Rule, rule, spellings
+from .notation import Arg, LocalContext, OpDescription
+from .registry import RULES, Rule, rule, torch_functions_named
 from .slicing import cut, stays_split, takes
 
 __all__ = ["each_spelling", "groups", "identity", "on_meta", "own", "passes", "regroup"]
 
 
-def passes(op: Op) -> None:
+def passes(op: OpDescription) -> None:
     """The elements of all operands come out unchanged: partials of any kind pass through, from all operands together."""
     op.linear, op.carries = [frozenset(range(len(op.args)))], True
 
 
-def identity(op: Op, x: Arg) -> None:
+def identity(op: OpDescription, x: Arg) -> None:
     """One result with the dims of ``x``."""
     op.set(x, range(x.ndim))
     op.out = [op.dims[x.index]]
@@ -36,7 +36,7 @@ def identity(op: Op, x: Arg) -> None:
 
 def each_spelling(name: str, describe_for: Callable[[str], Callable[..., None]]) -> None:
     """For rules whose local function must know whether it writes in place: ``describe_for`` gets the method's name, with ``_`` where it does."""
-    for f, inplace in spellings(name):
+    for f, inplace in torch_functions_named(name):
         RULES[f] = Rule(name, describe_for(name + "_" * inplace), inplace=inplace)
 
 
@@ -87,7 +87,7 @@ def _groups_of_nothing(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple
     yield from ((len(old) - d, len(old) - d + 1, len(new) - d, len(new) - d + 1) for d in range(back, 0, -1))
 
 
-def regroup(op: Op, x: Arg, shape: Sequence[int]) -> None:
+def regroup(op: OpDescription, x: Arg, shape: Sequence[int]) -> None:
     """``x`` seen in another shape: the leading dim of each group may be split, in units that end at an element of both shapes."""
     dims: list[Any] = [None] * x.ndim
     out: list[Any] = [None] * len(shape)
@@ -109,7 +109,7 @@ def _seen_as(method: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Cal
 def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
     method = getattr(torch.Tensor, by)
 
-    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         result = on_meta(input, name, args, kwargs)
         if result.dtype != input.dtype:
             _view_as_dtype(op, input, result)
@@ -120,7 +120,7 @@ def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
     return describe
 
 
-def _view_as_dtype(op: Op, x: Arg, result: torch.Tensor) -> None:
+def _view_as_dtype(op: OpDescription, x: Arg, result: torch.Tensor) -> None:
     """The same bytes read as another dtype: the last dim shrinks or grows."""
     identity(op, x)
     op.view = True
@@ -152,7 +152,7 @@ _like_another("type_as", lambda input, other: input.to(other.dtype))
 
 
 def _permuted(name: str) -> Callable[..., None]:
-    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         identity(op, input)
         # Sizes 0, 1, 2, ... tell which dim went where.
         order = on_meta(input, name, args, kwargs, shape=range(input.ndim)).shape
@@ -169,7 +169,7 @@ for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "m
 def _getter(name: str) -> None:
     function = getattr(torch.Tensor, name).__get__
 
-    def describe(op: Op, x: Arg) -> None:
+    def describe(op: OpDescription, x: Arg) -> None:
         identity(op, x)
         dims = list(range(x.ndim))
         if name in ("mT", "mH"):
@@ -186,7 +186,7 @@ for _name in ("T", "mT", "H", "mH"):
     _getter(_name)
 
 
-def _squeeze(op: Op, input: Arg, dim: Any, more: tuple[int, ...], name: str) -> None:
+def _squeeze(op: OpDescription, input: Arg, dim: Any, more: tuple[int, ...], name: str) -> None:
     named = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim, *more)
     gone = {input.dim(d) for d in named} & {d for d, n in enumerate(input.shape) if n == 1}
     op.set(input, [None if d in gone else d for d in range(input.ndim)])
@@ -200,7 +200,7 @@ each_spelling("squeeze", lambda name: lambda op, input, dim=None, *more: _squeez
 
 
 @rule("unsqueeze")
-def _unsqueeze(op: Op, input: Arg, dim: int) -> None:
+def _unsqueeze(op: OpDescription, input: Arg, dim: int) -> None:
     identity(op, input)
     d = dim % (input.ndim + 1)
     op.out, op.view = [(*range(d), None, *range(d, input.ndim))], True
@@ -208,7 +208,7 @@ def _unsqueeze(op: Op, input: Arg, dim: int) -> None:
 
 
 @rule(["expand", "broadcast_to"])
-def _expand(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _expand(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     shape = on_meta(input, "expand", args or (kwargs["size"],)).shape
     lead = len(shape) - input.ndim
     op.set(input, [d if n == shape[lead + d] else None for d, n in enumerate(input.shape)])
@@ -218,13 +218,13 @@ def _expand(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
 
 
 @rule(["contiguous", "clone"])
-def _same(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _same(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     identity(op, input)
     passes(op)
 
 
 @rule([torch.Tensor.detach, torch.detach])
-def _detach(op: Op, input: Arg) -> None:
+def _detach(op: OpDescription, input: Arg) -> None:
     _same(op, input)
     op.view = True
 
@@ -235,7 +235,7 @@ def _detach(op: Op, input: Arg) -> None:
 def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     """Several results that cut ``x`` along one dim. That is whole, or each result is split along it in its own size."""
 
-    def describe(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the places to cut are data
             op.composite = lambda input, *args, **kwargs: getattr(input, name)(*map(_number, args), **{k: _number(a) for k, a in kwargs.items()})
             return
@@ -287,7 +287,7 @@ rule("dsplit")(_divided("dsplit", lambda x, *a, **k: 2))
 
 
 @rule("narrow")
-def _narrow(op: Op, input: Arg, dim: int, start: int, length: int) -> None:
+def _narrow(op: OpDescription, input: Arg, dim: int, start: int, length: int) -> None:
     if isinstance(start, Arg):
         raise FormError("the start is data")
     d = input.dim(dim)
@@ -311,7 +311,7 @@ def own(x: torch.Tensor, d: int, at: int) -> torch.Tensor:
 
 
 @rule("select")
-def _select(op: Op, input: Arg, dim: int, index: int) -> None:
+def _select(op: OpDescription, input: Arg, dim: int, index: int) -> None:
     if isinstance(index, Arg):
         raise FormError("the index is data")
     d = input.dim(dim)
@@ -322,7 +322,7 @@ def _select(op: Op, input: Arg, dim: int, index: int) -> None:
     passes(op)
     at = index % max(input.shape[d], 1)
 
-    def local(split: Split) -> Callable[..., torch.Tensor]:
+    def local(split: LocalContext) -> Callable[..., torch.Tensor]:
         if not split.is_split(d):
             return lambda input, *args, **kwargs: input.select(d, at)
         offset, _ = split.box(d)
@@ -331,7 +331,7 @@ def _select(op: Op, input: Arg, dim: int, index: int) -> None:
     op.local = local
 
 
-def _diagonals(op: Op, input: Arg, offset: int, first: int, second: int) -> None:
+def _diagonals(op: OpDescription, input: Arg, offset: int, first: int, second: int) -> None:
     rows, columns = input.dim(first), input.dim(second)
     n, m = input.shape[rows], input.shape[columns]
     # A dim that the diagonal runs through from end to end is the diagonal's: its places are split as the dim is.
@@ -342,7 +342,7 @@ def _diagonals(op: Op, input: Arg, offset: int, first: int, second: int) -> None
     op.out, op.view = [(*[k for k in range(input.ndim) if k not in (rows, columns)], along[0] if along else None)], True
     passes(op)
 
-    def local(split: Split) -> Callable[..., torch.Tensor]:
+    def local(split: LocalContext) -> Callable[..., torch.Tensor]:
         shifted = offset + (split.box(rows)[0] if along[:1] == [rows] else -split.box(columns)[0] if along else 0)
         return lambda input, *args, **kwargs: input.diagonal(shifted, rows, columns)
 
@@ -354,7 +354,7 @@ RULES[torch.linalg.diagonal] = Rule("linalg.diagonal", lambda op, A, *, offset=0
 
 
 @rule(["as_strided", "as_strided_copy"])
-def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
+def _as_strided(op: OpDescription, input: Arg, size: Sequence[int], *args: Any, **kwargs: Any) -> None:
     op.out, op.view = [(None,) * len(size)], op.function is not torch.as_strided_copy
     passes(op)
     if any(e.is_split for e in input.spec.layout):
@@ -362,7 +362,7 @@ def _as_strided(op: Op, input: Arg, size: Sequence[int], *args: Any, **kwargs: A
 
 
 @rule("as_strided_scatter")
-def _as_strided_scatter(op: Op, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
+def _as_strided_scatter(op: OpDescription, input: Arg, src: Arg, *args: Any, **kwargs: Any) -> None:
     op.out = [(None,) * input.ndim]
     passes(op)
     if any(e.is_split for e in input.spec.layout):
@@ -385,7 +385,7 @@ def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
             return function(laid, *args, **kwargs)
 
         out = taken(input)
-        return MovedView.of(out._local, out._spec, input, taken) if view else out
+        return RemoteView.of(out._local, out._spec, input, taken) if view else out
 
     return run
 
@@ -436,7 +436,7 @@ CASTS = {
 }  # fmt: skip
 
 
-def _cast(op: Op, x: Arg, to: torch.dtype) -> None:
+def _cast(op: OpDescription, x: Arg, to: torch.dtype) -> None:
     identity(op, x)
     if x.dtype == to:
         passes(op)
@@ -449,7 +449,7 @@ for _name, _to in CASTS.items():
 
 
 @rule([torch.Tensor.to, torch.Tensor.type])
-def _to(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _to(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     if len(op.args) > 1:
         op.composite = _to_other
         return

@@ -11,13 +11,13 @@ import torch
 
 from ..._base import torch_private
 
-__all__ = ["Flats", "Room", "Row", "keep_let_go_memory"]
+__all__ = ["FlatBuffer", "FlatBufferPool", "Room", "keep_freed_memory"]
 
 _LARGEST = (32 << 20) - (64 << 10)  # of the blocks that glibc's threshold follows
 
 
 @functools.cache
-def keep_let_go_memory() -> None:
+def keep_freed_memory() -> None:
     """Let this process keep the memory that a step lets go for the next one. The C library gives what is free at the end of its heap back to the system once
     that is more than twice the largest block it has let go so far (glibc, mallopt(3)), and each page that comes again is cleared and mapped anew: thousands
     in a step. So let go of a large one, which costs nothing as it is never touched. (torch's DistributedDataParallel does so without meaning to, where it
@@ -54,7 +54,7 @@ class Room:
         return torch.from_numpy(loan).view(dtype)
 
 
-class Row:
+class FlatBuffer:
     """Memory for gradients side by side: ``flat``, of one dim, with one element more at its end, and ``parts`` of it, one of the shape of each of ``like``."""
 
     __slots__ = ("flat", "parts")
@@ -73,7 +73,7 @@ class _Place:
         self.numbers, self.room = numbers, room
 
 
-class Flats:
+class FlatBufferPool:
     """The rooms in which gradients of leaves were summed last, of each leaf one at most."""
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ class Flats:
         """Bytes that are kept."""
         return sum(place.room.nbytes for place in {id(place): place for place in list(self._places.values())}.values())
 
-    def take(self, numbers: list[int], like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Row:
+    def take(self, numbers: list[int], like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         """A row for the gradients of leaves of these ``numbers``, which are ``like`` these. They stay where they were summed: the room serves again once they
         have been let go. (Other devices have allocators that keep what is let go.)"""
         size = sum(t.numel() for t in like) + 1
         if device.type != "cpu":
-            return Row(torch.empty(size, dtype=dtype, device=device), like)
-        keep_let_go_memory()
+            return FlatBuffer(torch.empty(size, dtype=dtype, device=device), like)
+        keep_freed_memory()
         place, nbytes = self._places.get(numbers[0]), size * dtype.itemsize
         if place is None or place.numbers != numbers or place.room.nbytes != nbytes:
             self.drop(numbers)
@@ -98,7 +98,7 @@ class Flats:
             self._places.update(dict.fromkeys(numbers, place))
         elif not place.room.free:
             place.room = Room(nbytes)
-        return Row(place.room.lend(dtype), like)
+        return FlatBuffer(place.room.lend(dtype), like)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Keep nothing of these leaves, nor what the gradients of others were summed in together with theirs."""

@@ -17,17 +17,17 @@ import torch
 
 from ..._base import torch_private
 from ..._base.overridable import shown
-from ...boxing import box, log, plan
+from ...boxing import box, log, plan_boxing
 from ...boxing.moves import gathers
 from ...distributed.communicator import flatten
 from ...distributed.world import World, world
 from ...sharding.placement import Placement
-from ...sharding.spec import Spec, Stored
+from ...sharding.spec import Spec, StorageSpec
 from ..global_tensor import GlobalTensor
 from .buckets import Buckets
-from .reducer import dtype_of_sum, reducer, summed
+from .reducer import dtype_of_sum, reduce_gradient, reducer
 
-__all__ = ["abort", "finish", "forget", "freed", "gather_axes", "gathered", "immediate", "scatter", "unfolded"]
+__all__ = ["abort", "finish", "gather_axes", "gather_param", "immediate", "queue_reduce_scatter", "reset_prefetch", "reshard_after_forward", "to_logical"]
 
 BUCKET_BYTES = 16 << 20  # of gathered parameters: a few transformer blocks of a small model, one matrix of a large one
 ALONE_BYTES = 1 << 21  # of one that goes by itself on a CPU: to bring it into a bucket and out again takes longer than a collective more
@@ -41,7 +41,7 @@ LEAST_BYTES = 128 << 10  # under freed(), where a bucket is as large as the larg
 Waiting = tuple[GlobalTensor, Spec, torch.Tensor]  # a parameter, what it was gathered to, and the gradient of that
 
 
-class Use(NamedTuple):
+class GatheredParam(NamedTuple):
     """A gathered parameter: whose it is, from which version of which local tensor, and where it lies. It keeps none of them."""
 
     leaf: weakref.ref[GlobalTensor]
@@ -73,7 +73,7 @@ class Gathering(NamedTuple):
         return self.number, self.dst
 
 
-class Order:
+class PrefetchOrder:
     """Which parameters of one placement are used after which. Its ranks see alike what is used there, and may differ in what they use elsewhere."""
 
     def __init__(self) -> None:
@@ -103,11 +103,11 @@ class Order:
             self.next = {pair: entry for pair, entry in self.next.items() if entry[1] >= self.passes - PASSES}
 
 
-class Sharding:
+class GatherState:
     """One rank's memory of the order in which split parameters are used, and of those gathered ahead."""
 
     def __init__(self) -> None:
-        self.orders: dict[Placement, Order] = {}
+        self.orders: dict[Placement, PrefetchOrder] = {}
         #: The gathered tensor, and of what: local tensor and version. None: the parameter has gone, and with it the memory.
         self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
         self.scatters: Buckets[Waiting] = Buckets(BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2]))
@@ -115,7 +115,7 @@ class Sharding:
         self.arrived: list[GlobalTensor] = []
         self.immediate = 0
         self.freed = 0
-        self.alive: dict[int, Use] = {}  # gathered under freed(), by their storage
+        self.alive: dict[int, GatheredParam] = {}  # gathered under freed(), by their storage
         self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
 
@@ -139,30 +139,30 @@ class Sharding:
         for way in [k for k in list(self.scatters.limits) if k[-1] == number]:  # type: ignore[index]
             self.scatters.limits.pop(way, None)
 
-    def order(self, placement: Placement) -> Order:
+    def order(self, placement: Placement) -> PrefetchOrder:
         found = self.orders.get(placement)
         if found is None:
-            found = self.orders[placement] = Order()
+            found = self.orders[placement] = PrefetchOrder()
         return found
 
 
-def _let_go(state: weakref.ref[Sharding], number: int) -> None:
+def _let_go(state: weakref.ref[GatherState], number: int) -> None:
     if (found := state()) is not None:
         found.let_go(number)
 
 
-_STATE: weakref.WeakKeyDictionary[World, Sharding] = weakref.WeakKeyDictionary()
+_STATE: weakref.WeakKeyDictionary[World, GatherState] = weakref.WeakKeyDictionary()
 
 
-def _state() -> Sharding:
+def _state() -> GatherState:
     here = world()
     found = _STATE.get(here)
     if found is None:
-        found = _STATE[here] = Sharding()
+        found = _STATE[here] = GatherState()
     return found
 
 
-def forget() -> None:
+def reset_prefetch() -> None:
     """A pass is over: nothing gathered ahead is kept, and the next use begins a new order."""
     state = _state()
     state.ready.clear()
@@ -196,10 +196,10 @@ def abort() -> None:
     state.arrived.clear()
     state.waiting.clear()
     state.under_way.clear()
-    forget()
+    reset_prefetch()
 
 
-def unfolded(x: GlobalTensor) -> GlobalTensor:
+def to_logical(x: GlobalTensor) -> GlobalTensor:
     """A tensor that lies as it is shown to lie. Collective where it is stored otherwise (ZeRO)."""
     shown = x._spec.shown
     return x if x._spec is shown else GlobalTensor.wrap(box(x._local, x._spec, shown, why="to_local"), shown)
@@ -207,7 +207,7 @@ def unfolded(x: GlobalTensor) -> GlobalTensor:
 
 def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
     """The axes along which src -> dst only gathers; () where it does anything else."""
-    if isinstance(src, Stored) and dst is src.shown:
+    if isinstance(src, StorageSpec) and dst is src.shown:
         return src.axes
     if src.placement is not dst.placement or not src.numel:
         return ()
@@ -217,25 +217,25 @@ def gather_axes(src: Spec, dst: Spec) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------- gathering
 
 
-def gathered(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
+def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
     """The local tensor of ``dst`` for a leaf that lies as ``src``; taken from what was gathered ahead, or gathered with those to follow."""
     if torch_private.function_mode_on():
-        return shown(gathered, leaf, src, dst, why)  # type: ignore[no-any-return]
+        return shown(gather_param, leaf, src, dst, why)  # type: ignore[no-any-return]
     state, local = _state(), leaf._local
     if world().rank not in src.placement._coordinates:
         return box(local, src, dst, why=why)
-    log.watch(plan(src, dst), why)
+    log.record_boxing(plan_boxing(src, dst), why)
     whole = _whole(state, leaf, src, dst, bool(state.freed))
     if not (local.requires_grad and torch.is_grad_enabled()):
         out = whole
     else:
         out = _Gathered.apply(local, _Box(whole, leaf, bool(state.freed)), src, dst)
     if state.freed and torch.is_grad_enabled():
-        _remember(state, Use(weakref.ref(leaf), dst, weakref.ref(local), local._version, torch_private.StorageWeakRef(whole.untyped_storage())))
+        _remember(state, GatheredParam(weakref.ref(leaf), dst, weakref.ref(local), local._version, torch_private.StorageWeakRef(whole.untyped_storage())))
     return out
 
 
-def _whole(state: Sharding, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
+def _whole(state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool) -> torch.Tensor:
     """The next use of a gathered parameter."""
     local, order, one = leaf._local, state.order(src.placement), Gathering(weakref.ref(leaf), state.number(leaf), src, dst)
     order.used(one)
@@ -259,7 +259,7 @@ def _alone(spec: Spec) -> bool:
     return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
 
 
-def _batch(state: Sharding, one: Gathering, most: int, exact: bool) -> list[Gathering]:
+def _batch(state: GatherState, one: Gathering, most: int, exact: bool) -> list[Gathering]:
     """This use and those expected after it that travel the same way, up to a bucket of ``most`` bytes. Not ``exact``: the last may go beyond."""
     batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
     if _alone(one.dst):
@@ -285,7 +285,7 @@ def _laid_otherwise(one: Gathering) -> bool:
     return leaf is not None and leaf._spec is not one.src
 
 
-def _is_ready(state: Sharding, one: Gathering) -> bool:
+def _is_ready(state: GatherState, one: Gathering) -> bool:
     """Whether it has been gathered ahead, and has not been written into since."""
     if one.key not in state.ready:
         return False
@@ -293,7 +293,7 @@ def _is_ready(state: Sharding, one: Gathering) -> bool:
     return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
 
 
-def _gather(state: Sharding, batch: Sequence[Gathering], device: torch.device) -> None:
+def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device) -> None:
     first, rank = batch[0], world().rank
     ranks = first.src.placement.fiber(rank, gather_axes(first.src, first.dst))
     numels = [sum(math.prod(one.src.box(r)[1]) for one in batch) for r in ranks]
@@ -349,8 +349,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
             dual, mine = ctx.dst.dual(), ctx.src.dual()
-            return summed(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
-        scatter(ctx.leaf, ctx.dst, grads[0], ctx.freed)
+            return reduce_gradient(grads[0], dual, mine, ctx.leaf._reduce_dtype, "gradient of a gathered parameter"), None, None, None
+        queue_reduce_scatter(ctx.leaf, ctx.dst, grads[0], ctx.freed)
         return None, None, None, None
 
 
@@ -362,8 +362,10 @@ def _watched(leaf: GlobalTensor) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- scattering
 
 
-def scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False) -> None:
-    """Keep the gradient of a gathered parameter until a bucket is full or backward ends. ``freed``: the bucket is a small one, filled as gradients come."""
+def queue_reduce_scatter(leaf: GlobalTensor, dst: Spec, grad: torch.Tensor, freed: bool = False) -> None:
+    """Keep the gradient of a gathered parameter until a bucket is full or backward ends. ``reshard_after_forward``: the bucket is a small one, filled as
+    gradients come.
+    """
     state = _state()
     reducer().at_end(finish)
     src = leaf._spec
@@ -396,10 +398,10 @@ def finish() -> None:
     for leaf in arrived:
         if leaf._leaf is not None:
             (here.defer if here.deferred else here.add)(leaf._leaf)
-    forget()
+    reset_prefetch()
 
 
-def _send(state: Sharding, items: list[Waiting]) -> None:
+def _send(state: GatherState, items: list[Waiting]) -> None:
     leaf, dst, first = items[0]
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
@@ -420,7 +422,7 @@ def _send(state: Sharding, items: list[Waiting]) -> None:
         _receive(state)
 
 
-def _receive(state: Sharding) -> None:
+def _receive(state: GatherState) -> None:
     """Wait for the bucket that was sent first: it becomes gradients of the leaves."""
     leaves, handle = state.under_way.popleft()
     handle.wait()
@@ -448,7 +450,7 @@ def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch
 
 
 @contextlib.contextmanager
-def freed() -> Iterator[None]:
+def reshard_after_forward() -> Iterator[None]:
     """Parameters gathered in the block are let go of after each use, and gathered again when backward needs them: autograd keeps a note instead.
 
     For split parameters (``parallelize(model, placement, "fsdp")``, ZeRO's third stage). Forward in the block, backward in it or after it. Of gathered
@@ -472,14 +474,14 @@ def freed() -> Iterator[None]:
         _forget_gone(state)
 
 
-def _remember(state: Sharding, use: Use) -> None:
+def _remember(state: GatherState, use: GatheredParam) -> None:
     """Know a gathered parameter again when autograd wants to keep it."""
     if len(state.alive) > MOST_ALIVE:
         _forget_gone(state)
     state.alive[use.storage.cdata] = use
 
 
-def _forget_gone(state: Sharding) -> None:
+def _forget_gone(state: GatherState) -> None:
     if state.alive:
         for key in [k for k, use in state.alive.items() if use.gone()]:
             del state.alive[key]
@@ -497,7 +499,7 @@ class _Note(NamedTuple):
     offset: int
 
 
-def _noted(state: Sharding, t: torch.Tensor) -> Any:
+def _noted(state: GatherState, t: torch.Tensor) -> Any:
     use = state.alive.get(torch_private.storage_key(t))
     leaf, local = (None, None) if use is None or use.gone() else (use.leaf(), use.local())
     if use is None or leaf is None or local is None or t.dtype is not use.dst.dtype or t.is_conj() or t.is_neg():

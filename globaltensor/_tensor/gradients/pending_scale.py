@@ -9,10 +9,10 @@ import torch
 
 from ...sharding.placement import Placement
 
-__all__ = ["Owed"]
+__all__ = ["PendingScale"]
 
 
-class Owed(Protocol):
+class PendingScale(Protocol):
     """What the gradients of a backward pass have yet to be multiplied by, which all ranks have to tell each other first (_ops/rules/deferred_mean.py)."""
 
     riding: bool  # whether it travels with gradients

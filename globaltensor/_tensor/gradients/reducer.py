@@ -20,15 +20,26 @@ from ..._base import torch_private
 from ...boxing import box
 from ...distributed.world import world
 from ...errors import GlobalTensorError
-from ...sharding.spec import Spec, Stored
+from ...sharding.spec import Spec, StorageSpec
 from ..global_tensor import GlobalTensor
 from .buckets import Buckets
-from .flat_buffers import Flats, Row
-from .pending_scale import Owed
+from .flat_buffers import FlatBuffer, FlatBufferPool
+from .pending_scale import PendingScale
 from .watchers import Watcher, Watchers, end_of
 
 __all__ = [
-    "LeafGradient", "Reducer", "attach", "counts_ride", "detach", "dtype_of_sum", "no_sync", "reduce_dtype", "reducer", "settle", "summed", "watch",
+    "LeafGradient",
+    "Reducer",
+    "attach",
+    "counts_ride",
+    "detach",
+    "dtype_of_sum",
+    "no_sync",
+    "observe_gradients",
+    "reduce_dtype",
+    "reduce_gradient",
+    "reducer",
+    "settle",
 ]  # fmt: skip
 
 Target = TypeVar("Target", torch.Tensor, torch.nn.Module)
@@ -44,7 +55,7 @@ def dtype_of_sum(grad: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return grad.dtype if wanted is None or not grad.is_floating_point() else wanted
 
 
-def summed(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | None, why: str) -> torch.Tensor:
+def reduce_gradient(grad: torch.Tensor, dual: Spec, spec: Spec, wanted: torch.dtype | None, why: str) -> torch.Tensor:
     """A gradient boxed from ``dual`` to ``spec``, summed in the dtype that its leaf wants. Differentiable."""
     kind = dtype_of_sum(grad, wanted)
     if kind is grad.dtype:
@@ -67,7 +78,7 @@ class LeafGradient:
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
         self.bucketed, self.ranks, self.way, self.kept = False, (), (self.spec.placement, (), False), self.spec  # see `keep`
-        self.planned: _Planned | None = None  # the bucket that its gradient waits for
+        self.planned: PlannedBucket | None = None  # the bucket that its gradient waits for
         self._sizes: dict[torch.dtype, tuple[int, tuple[Any, ...]]] = {}  # see `size`
         #: Where the shares of each of the ranks lie in the gradient, and the shape of this rank's.
         self.cuts: list[tuple[slice, ...]] = []
@@ -85,7 +96,7 @@ class LeafGradient:
         assert found is not None, "the leaf is there, or a pass that needs it"
         return found
 
-    def keep(self, shares: Stored | None) -> None:
+    def keep(self, shares: StorageSpec | None) -> None:
         """From now on ``value`` lies as ``shares`` says; None: as the leaf does."""
         self._sizes.clear()
         self.planned = None
@@ -160,7 +171,7 @@ class LeafGradient:
             grad = self.take()
             if grad.layout is not torch.strided:  # type: ignore[union-attr]
                 grad = grad.to_dense()  # type: ignore[union-attr]
-            self.put(summed(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
+            self.put(reduce_gradient(grad, self.dual, self.kept, self.reduce_dtype, "gradient of a leaf").contiguous())  # type: ignore[arg-type]
         return self.value
 
 
@@ -181,7 +192,7 @@ class _Unsummed(Watcher):
             self.end()
 
 
-class _Planned:
+class PlannedBucket:
     """A bucket of the plan each of whose leaves gets one gradient in a pass. These wait until all are there: of a small bucket where they came, for one look at
     all costs less than one at each; of a large one in its room, where they will be summed. So each is copied while it is in the caches, and the memory that it
     came in serves the next: whole buckets that are let go together go back to the system, to be touched for the first time again in each step."""
@@ -197,7 +208,7 @@ class _Planned:
         """Another pass."""
         self.came: dict[int, LeafGradient] = {}  # by number
         self.placed: dict[int, torch.Tensor] = {}  # of these, what is in the room
-        self.row: Row | None = None  # the room, with one element more, for what rides with it
+        self.row: FlatBuffer | None = None  # the room, with one element more, for what rides with it
         self.open = True  # it has not been seen to yet
         self.ready = False  # open, the end of this pass is being waited for, and a gradient that comes has but to be counted
 
@@ -216,9 +227,9 @@ class Reducer:
         self.everywhere = True  # all leaves with contributions of several ranks have been on all ranks: these know alike when none is left unsummed
         self.buckets: Buckets[tuple[LeafGradient, torch.Tensor]] = Buckets(FIRST_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1] + b[1]))
         self.leaves: weakref.WeakValueDictionary[int, LeafGradient] = weakref.WeakValueDictionary()  # by number, those that had gradients
-        self.planned: dict[int, _Planned] = {}  # by their number in the plan
+        self.planned: dict[int, PlannedBucket] = {}  # by their number in the plan
         self.alone: list[tuple[LeafGradient, torch.Tensor]] = []
-        self.flats = Flats()
+        self.flats = FlatBufferPool()
         self.numbers = 0
         #: A bucket, its gradients in a row, the part of each, what to wait for, whether its factor is still to come.
         self.sent: list[tuple[list[tuple[LeafGradient, torch.Tensor]], torch.Tensor, Sequence[torch.Tensor], Any, bool]] = []
@@ -227,7 +238,7 @@ class Reducer:
         self.unwatched: list[tuple[torch.Tensor, torch.Tensor]] = []  # local leaves that are owed the factor as well, and what has come to them
         self.queued = False
         self.before: list[Callable[[], None]] = []
-        self.owed: Owed | None = None  # what every gradient of the pass under way has yet to be multiplied by
+        self.owed: PendingScale | None = None  # what every gradient of the pass under way has yet to be multiplied by
         self.rides = False  # whether such numbers may travel with gradients (`counts_ride`)
         self.asked = False  # for the last such number before a backward pass could bring it
         self.watchers = Watchers()  # what may see gradients before they come here (hooks, leaves of other kinds): then none may be owed anything
@@ -304,7 +315,7 @@ class Reducer:
         if len(came) == len(planned.numbers):
             self.join(planned)
 
-    def _place(self, planned: _Planned, leaf: LeafGradient) -> None:
+    def _place(self, planned: PlannedBucket, leaf: LeafGradient) -> None:
         """Put a gradient where it will be summed."""
         if planned.row is None:
             leaves = [leaf for leaf in map(self.leaves.get, planned.numbers) if leaf is not None and leaf.local.is_contiguous()]
@@ -316,7 +327,7 @@ class Reducer:
         assert grad is not None
         planned.placed[leaf.number] = planned.row.parts[planned.at[leaf.number]].copy_(grad)
 
-    def join(self, planned: _Planned) -> None:
+    def join(self, planned: PlannedBucket) -> None:
         """All gradients of a bucket are there."""
         came, placed, planned.open, planned.ready = planned.came, planned.placed, False, False
         items = {n: (came[n], placed[n] if n in placed else came[n].take()) for n in planned.numbers}
@@ -327,7 +338,7 @@ class Reducer:
             for leaf, grad in items.values():
                 self._take(leaf, grad)
 
-    def _part(self, planned: _Planned) -> None:
+    def _part(self, planned: PlannedBucket) -> None:
         """The gradients of a bucket one by one: in this pass it is another."""
         planned.open = planned.ready = False
         for n, leaf in planned.came.items():
@@ -345,7 +356,7 @@ class Reducer:
             if way[2] or not all(times == 1 and each == key for times, _, each in arrivals):
                 continue
             roomy = kind is dtype and sum(nbytes for _, nbytes, _ in arrivals) >= ROOM_BYTES
-            planned = self.planned[i] = _Planned(i, list(bucket), key, roomy)
+            planned = self.planned[i] = PlannedBucket(i, list(bucket), key, roomy)
             for leaf in map(self.leaves.get, bucket):
                 if leaf is not None:
                     leaf.planned = planned
@@ -393,7 +404,7 @@ class Reducer:
             self.finished.append(leaf)
 
     def send(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
-        if isinstance(bucket[0][0].kept, Stored):
+        if isinstance(bucket[0][0].kept, StorageSpec):
             return self.scatter(bucket)
         way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
         rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
@@ -460,7 +471,7 @@ class Reducer:
                 with torch.set_grad_enabled(grad.requires_grad):
                     grad = grad if grad.layout is torch.strided else grad.to_dense()
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
-                    leaf.put(summed(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
+                    leaf.put(reduce_gradient(grad, leaf.dual, leaf.kept, leaf.reduce_dtype, "gradient of a leaf"))
                 self.finished.append(leaf)
             for local, grad in self.unwatched:
                 if local.grad is not None and (factor := self.factor()) != 1:
@@ -526,7 +537,7 @@ def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
     return target
 
 
-def watch(local: torch.Tensor) -> None:
+def observe_gradients(local: torch.Tensor) -> None:
     """Gradients of this rank may be seen on their way as long as the graph is there that has computed ``local``; of a leaf, as long as that requires grad."""
     reducer().watchers.of(local)
 
@@ -574,7 +585,7 @@ def attach(leaf: GlobalTensor, maybe_alone: bool = False) -> None:
         if maybe_alone and leaf._local.is_leaf:
             _watch_from_first_gradient(leaf._local)
         else:
-            watch(leaf._local)
+            observe_gradients(leaf._local)
         return
     here = reducer()
     here.everywhere = here.everywhere and len(spec.placement.flat) == world().size

@@ -24,8 +24,8 @@ from ...sharding.sbp import broadcast
 from ..ir.op_graph import Calls
 from ..ir.trace import calls_of_model
 from ..plan.plan import Plan
-from .graphs import chosen, cluster_at_hand, lay
-from .modules import freeing, hooked
+from .graphs import apply_layouts, cluster_at_hand, search_plan
+from .modules import install_layout_hooks, install_reshard_hooks
 
 __all__ = ["plan_of"]
 
@@ -82,10 +82,10 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     given = object_tensors(kwargs, object_tensors(args, []))
     inputs = [v for v in calls.values if v.state == "input"]
     fixed = {v.name: (t._spec.layout,) for v, t in zip(inputs, given, strict=True) if isinstance(t, GlobalTensor)}
-    found = agreed(name, lambda: (chosen(calls, cluster, placement, Auto(), fixed, 2.0), None))
-    lay(dict(model.named_parameters()), found)
-    hooked(model, found.plan)
-    freeing(model, found.plan)
+    found = agreed(name, lambda: (search_plan(calls, cluster, placement, Auto(), fixed, 2.0), None))
+    apply_layouts(dict(model.named_parameters()), found)
+    install_layout_hooks(model, found.plan)
+    install_reshard_hooks(model, found.plan)
     model.__dict__["_automatic_plan"] = found.plan
 
 

@@ -17,22 +17,22 @@ from ...distributed.world import world
 from ...graph.capture.dry_world import Left
 from ...graph.config import MEMORY, Auto
 from ...graph.errors import GraphError
-from ...graph.graph import SEARCHES
+from ...graph.graph import AUTO_PLANNERS
 from ...graph.printing import lines
 from ...graph.rank_agreement import Text, agreed, settings
-from ...graph.sharding_plan import Applied, plan_of
-from ...graph.sharding_plan import Plan as GraphPlan
+from ...graph.sharding_plan import PlanFollower, plan_of
+from ...graph.sharding_plan import ShardingPlan as GraphPlan
 from ...optim.local_step import relay
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp
 from ..intra_op.formulate import Options
-from ..intra_op.search import Found, search
+from ..intra_op.search import SearchResult, search
 from ..ir.op_graph import Calls
 from ..ir.trace import captured_calls
 from ..profile import cluster_here
 
-__all__ = ["chosen", "cluster_at_hand", "follow", "lay", "of_first_rank", "options_of", "states_of", "wanted_by"]
+__all__ = ["apply_layouts", "cluster_at_hand", "follow", "from_rank0", "options_of", "plan_for_capture", "search_plan", "states_of"]
 
 #: Attribute of a parameter that a search has laid: whether for training. Other graphs that hold it take it as it lies.
 _LAID = "_laid_for_training"
@@ -40,7 +40,7 @@ _LAID = "_laid_for_training"
 _CHOICE = "_choose_plan"
 
 
-def _search_for(graph: Any, args: Any, kwargs: Any) -> Applied:
+def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
     """The plan of a graph for these inputs; its parameters lie as it says afterwards. Collective."""
     parameters = {f"{name}.{path}": t for name, module in graph._modules.items() for path, t in module.named_parameters()}
     for module in graph._modules.values():
@@ -63,23 +63,23 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> Applied:
                 call.fixed = () if call.fixed is not None else None
         free = {path for path, t in parameters.items() if _free(t, graph.training)}
         fixed = {v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free}
-        choose, cluster = graph.__dict__.get(_CHOICE, chosen), cluster_at_hand(mesh)
-        found: Found = agreed(graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None))
-        lay({path: parameters[path] for path in free}, found, graph.training)
+        choose, cluster = graph.__dict__.get(_CHOICE, search_plan), cluster_at_hand(mesh)
+        found: SearchResult = agreed(graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None))
+        apply_layouts({path: parameters[path] for path in free}, found, graph.training)
         for entry in graph._optimizers:
             relay(entry.optimizer)
     finally:
         if zero is not None:
             graph._attach()
-    return Applied(wanted_by(logical, found), strict=False, unasked=auto.ignore_user_sbp, searched=found.plan)
+    return PlanFollower(plan_for_capture(logical, found), strict=False, unasked=auto.ignore_user_sbp, searched=found.plan)
 
 
-SEARCHES.append(_search_for)
+AUTO_PLANNERS.append(_search_for)
 
 
-def follow(graph: Any, choose: Callable[[Calls, Cluster, Placement, Auto, Mapping[str, Any], float], Found]) -> None:
-    """Let ``choose``, called as `chosen` is, say what a graph with config.enable_auto_parallel() does from its next capture on: to run a plan that is not the
-    best. It must choose the same on every rank, and leave what is ``fixed`` (path -> layouts) as it is."""
+def follow(graph: Any, choose: Callable[[Calls, Cluster, Placement, Auto, Mapping[str, Any], float], SearchResult]) -> None:
+    """Let ``choose``, called as `search_plan` is, say what a graph with config.enable_auto_parallel() does from its next capture on: to run a plan that is not
+    the best. It must choose the same on every rank, and leave what is ``fixed`` (path -> layouts) as it is."""
     graph.__dict__[_CHOICE] = choose
 
 
@@ -97,20 +97,20 @@ def cluster_at_hand(where: Placement) -> Cluster:
     return named_cluster() or cluster_here(where.type) or current_cluster()
 
 
-def chosen(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fixed: Mapping[str, Any], states: float) -> Found:
+def search_plan(calls: Calls, cluster: Cluster, mesh: Placement, auto: Auto, fixed: Mapping[str, Any], states: float) -> SearchResult:
     """The best plan under a mode of memory, the same on every rank. Collective; a rank where it fails is to tell the others by `agree`."""
     options, saved = options_of(auto, cluster, fixed, states), MEMORY[auto.memory]
-    found = search(calls, cluster, mesh, options, agreed=of_first_rank, compared=not saved)
+    found = search(calls, cluster, mesh, options, agreed=from_rank0, compared=not saved)
     if not saved:
         return found
-    least = of_first_rank(found.formulation.least_memory())
+    least = from_rank0(found.formulation.least_memory())
     if least is None:
         least = found.plan.memory  # how much less would do was not found in the time: none is saved
     limit = round(found.plan.memory - saved * (found.plan.memory - least))
-    return search(calls, cluster, mesh, dataclasses.replace(options, memory=max(limit, least)), agreed=of_first_rank)
+    return search(calls, cluster, mesh, dataclasses.replace(options, memory=max(limit, least)), agreed=from_rank0)
 
 
-def of_first_rank(found: Any) -> Any:
+def from_rank0(found: Any) -> Any:
     """What rank 0 has found. Raises Left where another rank has failed, and told so by `agree`."""
     here = world()
     if here.size == 1:
@@ -156,7 +156,7 @@ def _mesh_of(name: str, parameters: Mapping[str, Any], logical: fx.Graph) -> Pla
     return places.pop()
 
 
-def lay(parameters: Mapping[str, torch.Tensor], found: Found, training: bool = True) -> None:
+def apply_layouts(parameters: Mapping[str, torch.Tensor], found: SearchResult, training: bool = True) -> None:
     """Lay parameters as a plan says: in place, so that optimizers know them still. Collective."""
     values = {v.path: v for v in found.formulation.calls.states() if v.path and v.number in found.formulation.node_of_value}
     for path, t in parameters.items():
@@ -174,7 +174,7 @@ def lay(parameters: Mapping[str, torch.Tensor], found: Found, training: bool = T
             replace_local(t, local.contiguous(), spec)
 
 
-def wanted_by(logical: fx.Graph, found: Found) -> GraphPlan:
+def plan_for_capture(logical: fx.Graph, found: SearchResult) -> GraphPlan:
     """The plan for the graph's next capture: how each of its calls takes its operands."""
     f, choice = found.formulation, found.choice
     ops = []

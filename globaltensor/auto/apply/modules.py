@@ -20,20 +20,20 @@ from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ...boxing.moves import Layout
-from ...graph.module_settings import Block
+from ...graph.module_settings import ModuleSettings
 from ...graph.pipeline.split_model import staged
 from ...graph.sharding_plan import entry
 from ...parallel.module_to_global import module_to_global
 from ...parallel.parallelize import SEARCHED
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
-from ...sharding.spec import layout_on
+from ...sharding.spec import layout_for
 from ..plan.plan import Plan, PlanError, PlannedCall
 
-__all__ = ["carried_out", "freeing", "hooked"]
+__all__ = ["apply_plan", "install_layout_hooks", "install_reshard_hooks"]
 
 
-def carried_out(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
+def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     """Lay a model out as ``plan`` says on the ranks of ``placement``, in their order. Collective.
 
     Raises PlanError where the plan is of another number of ranks, of another model, or has a stage that begins with no module.
@@ -53,15 +53,15 @@ def carried_out(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module
         staged(model, [lanes[stage["lane"]] for stage in stages], _parts(plan, model), sbp)
     if lanes[0] is not placement:
         model.register_forward_pre_hook(_Entering(lanes[0], [_layout(g.layout) for g in plan.given if g.kind == "input"]), with_kwargs=True)
-    hooked(model, plan)
+    install_layout_hooks(model, plan)
     for path in _recomputed(plan, model):
-        model.get_submodule(path).__dict__.setdefault("_stage", Block()).activation_checkpointing = True
-    freeing(model, plan)
+        model.get_submodule(path).__dict__.setdefault("_stage", ModuleSettings()).activation_checkpointing = True
+    install_reshard_hooks(model, plan)
     model.__dict__["_automatic_plan"] = plan
     return model
 
 
-SEARCHED[Plan] = carried_out
+SEARCHED[Plan] = apply_plan
 
 
 def _layout(entries: Sequence[str]) -> Layout:
@@ -176,10 +176,10 @@ class _Entering:
     def brought(self, t: Any, layout: Layout | None) -> Any:
         if not isinstance(t, GlobalTensor) or t.placement is self.where:
             return t
-        return t.to_global(placement=self.where, sbp=layout_on(self.where, t.sbp if layout is None else layout))
+        return t.to_global(placement=self.where, sbp=layout_for(self.where, t.sbp if layout is None else layout))
 
 
-def freeing(model: nn.Module, plan: Plan) -> None:
+def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
     """Let gathered parameters go after each use in the model's forward, where the plan says so (`sharded.freed`); in a graph the graph does."""
     if plan.choices.get("freed"):
         freed = _Freeing()
@@ -196,7 +196,7 @@ class _Freeing:
     def begin(self, module: nn.Module, args: Any) -> None:
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() and not torch_private.recording.on:
-            stack.enter_context(parameter_gather.freed())
+            stack.enter_context(parameter_gather.reshard_after_forward())
         self.open.append(stack)
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -204,7 +204,7 @@ class _Freeing:
             self.open.pop().close()
 
 
-def hooked(model: nn.Module, plan: Plan) -> None:
+def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
     """Let the modules without children that run once take and give what the plan says."""
     by_module: dict[str, list[PlannedCall]] = {}
     takers: dict[str, list[PlannedCall]] = {}

@@ -15,12 +15,12 @@ from ...distributed.world import world
 from ...sharding.placement import Placement
 from ..api import calls_of, cluster_of, mesh_of
 from ..cost.measured_ops import Shape, local_call, op_key, parts
-from ..cost.reshard_cost import Prices
-from ..cost.strategies import Candidates, Menu
+from ..cost.reshard_cost import ReshardCosts
+from ..cost.strategies import StrategyBuilder, StrategyTable
 from ..ir.op_graph import Call, Calls, Value
 from ..plan.plan import PlanError
 from ..profile import measure_ops
-from .steps import COPIES, within_steps
+from .steps import COPIES, calibrate_steps
 
 __all__ = ["Measurable", "calibrate", "ops_of"]
 
@@ -70,7 +70,7 @@ def calibrate(
     found = cluster_of(cluster)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     calls, where = calls_of(model_or_graph, args, kwargs, found.device), mesh_of(mesh, found)
-    menu = Menu(Prices(found, where), calls.training)
+    menu = StrategyBuilder(ReshardCosts(found, where), calls.training)
     candidates = {c.number: menu.of(c, calls.values) for c in calls.calls if not c.wild}
     runs = steps and calls.training and _can_run(model_or_graph, where, found.memory or _UNKNOWN)
     own = seconds * 2 / 3 if runs else seconds
@@ -79,7 +79,7 @@ def calibrate(
     between = _touched(calls)
     for batch in batches:
         found = measure_ops(found, [(op.key, op.make, op.grad) for op in batch], own * sum(map(_takes, batch)) / whole, between)
-    return within_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own) if runs else found
+    return calibrate_steps(model_or_graph, args, dict(kwargs or {}), found, where, seconds - own) if runs else found
 
 
 def _can_run(model: Any, mesh: Placement, memory: int) -> bool:
@@ -122,9 +122,9 @@ def _made(call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device
     return function, args, [t for v, t in zip(operands, args[0], strict=True) if v.state in ("parameter", "buffer")]
 
 
-def ops_of(calls: Calls, mesh: Placement, candidates: Mapping[int, Candidates], cluster: Cluster) -> list[Measurable]:
+def ops_of(calls: Calls, mesh: Placement, candidates: Mapping[int, StrategyTable], cluster: Cluster) -> list[Measurable]:
     """Every call on every shape of parts that its candidates give a rank, each once; those that are only views, or cannot be made on parts, are left out."""
-    prices, device = Prices(cluster, mesh), world().device(cluster.device)
+    prices, device = ReshardCosts(cluster, mesh), world().device(cluster.device)
     found: dict[str, Measurable | None] = {}
     for number, menu in candidates.items():
         call = calls.calls[number]

@@ -31,16 +31,16 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, split
 from ..api import recipes_of
 from ..apply import graphs as arrange
-from ..cost.reshard_cost import Prices
-from ..cost.strategies import Menu, fills
+from ..cost.reshard_cost import ReshardCosts
+from ..cost.strategies import StrategyBuilder, gives_every_rank_data
 from ..intra_op.formulate import Formulation, formulate
 from ..intra_op.read_solution import read_plan
-from ..intra_op.search import Found, data_parallel, search, told_by
+from ..intra_op.search import SearchResult, binding_formulation, data_parallel, search
 from ..plan.plan import PlanError
 from ..profile.clock import Case, Clock
 from ..solver import Problem, solve
 
-__all__ = ["COPIES", "Step", "factors", "shaken", "within_steps"]
+__all__ = ["COPIES", "Step", "calibrate_steps", "factors", "perturbed"]
 
 _ROW, _BEFORE = 10, 5  # steps in a row, as training makes them, and those before that find in the caches what another plan's have left there
 _SEARCH = 5.0  # seconds for the plan of each
@@ -69,7 +69,7 @@ class Step(NamedTuple):
     bucketed: float = 0.0
 
 
-def within_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
+def calibrate_steps(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, mesh: Placement, seconds: float) -> Cluster:
     """``cluster`` with times as they are within steps of this model. What cannot be run as a step is left out, with a warning; where nothing can, nothing
     changes. Collective among all ranks, which are those of the mesh."""
     with torch.random.fork_rng(devices=[]), use_cluster(cluster):
@@ -111,14 +111,14 @@ def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
 
 def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
     """Each parameter otherwise than the one before: much moves that no good plan would move."""
-    menu, found = Menu(Prices(current_cluster(), mesh), True), {}
+    menu, found = StrategyBuilder(ReshardCosts(current_cluster(), mesh), True), {}
     for k, v in enumerate(calls.parameters):
         states = menu.states(v, True)
         found[v.path] = (states[k % len(states)],)
     return found
 
 
-class Way(NamedTuple):
+class StepVariant(NamedTuple):
     """How the batch and parameters lie; ``noise``: the best for costs to which as much is added at random, in parts of a node's mean cost."""
 
     batch: Sbp
@@ -127,17 +127,17 @@ class Way(NamedTuple):
 
 
 #: Some of what is to be compared, with little and with much to compute, to move and to wait for.
-_WAYS: Mapping[str, Way] = {
-    "the best": Way(split(0)),
-    "the best, batch whole": Way(broadcast),
-    "data parallel": Way(split(0), _data),
-    "tensor parallel": Way(broadcast, _recipe("tensor parallel")),
-    "fully sharded": Way(split(0), _recipe("fully sharded (ZeRO-3)")),
-    "each otherwise": Way(split(0), _in_turn),
-    "each otherwise, batch whole": Way(broadcast, _in_turn),
-    "far from the best": Way(split(0), noise=2.0),
-    "further from the best": Way(broadcast, noise=8.0),
-    "furthest from the best": Way(split(0), noise=16.0),
+_WAYS: Mapping[str, StepVariant] = {
+    "the best": StepVariant(split(0)),
+    "the best, batch whole": StepVariant(broadcast),
+    "data parallel": StepVariant(split(0), _data),
+    "tensor parallel": StepVariant(broadcast, _recipe("tensor parallel")),
+    "fully sharded": StepVariant(split(0), _recipe("fully sharded (ZeRO-3)")),
+    "each otherwise": StepVariant(split(0), _in_turn),
+    "each otherwise, batch whole": StepVariant(broadcast, _in_turn),
+    "far from the best": StepVariant(split(0), noise=2.0),
+    "further from the best": StepVariant(broadcast, noise=8.0),
+    "furthest from the best": StepVariant(split(0), noise=16.0),
 }
 
 
@@ -175,7 +175,7 @@ def _loss(out: Any) -> torch.Tensor:
 class _Chosen(NamedTuple):
     """A plan, how many moves it cannot go on without, and seconds of computing, of moving in buckets, and of copying."""
 
-    found: Found
+    found: SearchResult
     waits: float
     computing: float
     bucketed: float
@@ -185,11 +185,11 @@ class _Chosen(NamedTuple):
 class _Planned:
     """A way's plan, found once for all graphs that follow it. ``seconds``: what finding it took."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: StepVariant) -> None:
         self.way, self.seconds = way, 0.0
         self.chosen: _Chosen | None = None
 
-    def __call__(self, graph: _Training, *args: Any) -> Found:
+    def __call__(self, graph: _Training, *args: Any) -> SearchResult:
         if self.chosen is None:
             began = time.perf_counter()
             self.chosen = _chosen(graph, self.way, *args)
@@ -253,15 +253,15 @@ def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     graph(*args, **kwargs).item()
 
 
-def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
+def _chosen(graph: _Training, way: StepVariant, calls: Any, cluster: Cluster, mesh: Placement, auto: Any, given: Mapping[str, Any], states: float) -> _Chosen:
     options = dataclasses.replace(arrange.options_of(auto, cluster, {**way.fixed(graph, calls, mesh), **given}, states), memory=None)
-    found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.of_first_rank, compared=False)
+    found = search(calls, cluster, mesh, options, _SEARCH, agreed=arrange.from_rank0, compared=False)
     if way.noise:
-        other = arrange.of_first_rank(solve(shaken(found.formulation, way.noise * found.plan.cost / len(found.choice)), seconds=_SEARCH))
+        other = arrange.from_rank0(solve(perturbed(found.formulation, way.noise * found.plan.cost / len(found.choice)), seconds=_SEARCH))
         if other.feasible:
-            by = told_by(found.formulation, other.choice)
+            by = binding_formulation(found.formulation, other.choice)
             other = dataclasses.replace(other, cost=by.problem.evaluate(other.choice), bound=0.0)
-            found = Found(read_plan(by, other), by, other.choice)
+            found = SearchResult(read_plan(by, other), by, other.choice)
     own = found.formulation
 
     def more(other: Cluster) -> float:
@@ -275,7 +275,7 @@ def _chosen(graph: _Training, way: Way, calls: Any, cluster: Cluster, mesh: Plac
     return _Chosen(found, waits, more(same(2.0, 1.0, copying=1.0)), more(cluster.stretched(1.0, 1.0, bucketed=2.0)), more(same(1.0, 1.0, copying=2.0)))
 
 
-def shaken(formulation: Formulation, by: float, seed: int = 0) -> Problem:
+def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
     """The problem with up to some times ``by`` seconds added at random to all that may be chosen. Second layouts of what lies in one way cost what they do:
     who wants none has none."""
     drawn, costs = np.random.default_rng(seed), []
@@ -293,7 +293,7 @@ def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
         t = torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
     whole = t.detach().to_global(where, [broadcast] * where.axes, check_meta=False)  # type: ignore[attr-defined]
     layout = (batch,) * where.axes
-    return whole.to_global(sbp=layout) if t.dim() and fills(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
+    return whole.to_global(sbp=layout) if t.dim() and gives_every_rank_data(tuple(t.shape), layout, where) else whole  # type: ignore[no-any-return]
 
 
 def _row(step: Callable[[], None], steps: int) -> None:

@@ -20,10 +20,10 @@ from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
 from ..ir.op_graph import Call, Calls, Ref, Value
 from ..plan.plan import PlanError
-from .reshard_cost import Prices
-from .rule_failures import Losses
-from .signatures import Signature, composed, signatures
-from .strategies import Candidates, Menu
+from .reshard_cost import ReshardCosts
+from .rule_failures import RuleFailures
+from .signatures import Signature, probe_decomposition, signatures
+from .strategies import StrategyBuilder, StrategyTable
 
 __all__ = ["BatchMenu", "Batches", "takes_statistics"]
 
@@ -50,8 +50,8 @@ class Batches:
                 pass  # `at` tells, if it is asked for
         self._at: dict[int, Calls] = {batch: self.whole}
         self._lost: dict[Hashable, Counter[tuple[str, str]]] = {}  # key of a call -> what was lost of it, on the mesh where that is most
-        self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], Losses]] = {}
-        self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, Losses]] = {}
+        self._signatures: dict[tuple[Hashable, int, int], tuple[list[Signature], RuleFailures]] = {}
+        self._compositions: dict[Any, tuple[list[tuple[Any, ...]] | None, RuleFailures]] = {}
 
     def at(self, rows: int) -> Calls:
         """The calls of a step on ``rows`` rows. Raises PlanError where the model makes other calls then than with the whole batch, or does not run."""
@@ -97,7 +97,7 @@ class Batches:
             calls.append(dataclasses.replace(c, args=args, kwargs=kwargs, extra=extra, key=None if c.key is None else (c.key, rows)))
         return dataclasses.replace(self.whole, calls=calls, values=values)
 
-    def signatures(self, call: Call, rows: int, ranks: int, losses: Losses) -> list[Signature]:
+    def signatures(self, call: Call, rows: int, ranks: int, losses: RuleFailures) -> list[Signature]:
         """Those of a call at a batch of ``rows`` on an axis of ``ranks``. ``losses``: see `signatures`."""
         probed = min(ranks, _PROBED)
         if rows != self.batch and self.half is None:
@@ -117,22 +117,22 @@ class Batches:
             found.append(s)
         return found
 
-    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: Losses) -> list[tuple[Any, ...]] | None:
+    def composition(self, call: Call, entries: tuple[tuple[Any, ...], ...], losses: RuleFailures) -> list[tuple[Any, ...]] | None:
         """How the results of a composition lie along as many axes of two, with operands that lie so along each; None where it cannot take them."""
         made = self.whole.calls[call.number]
         key = self._key(made), entries
         if key not in self._compositions:
-            lost = Losses()
+            lost = RuleFailures()
             placement = Placement("cpu", np.arange(2 ** len(entries)).reshape((2,) * len(entries)))
             operands = [self.whole.values[v] for v in made.operands]
             columns = [[_ENTRIES.get(axis[i]) or split(axis[i]) for axis in entries] for i in range(len(operands))]
-            seen = composed(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)], lost)
+            seen = probe_decomposition(made, [Spec.make(v.shape, v.dtype, placement, column) for v, column in zip(operands, columns, strict=True)], lost)
             self._compositions[key] = None if seen is None else [_dims(layout) for layout in seen[0]], lost
         found, lost = self._compositions[key]
         losses.update(lost)
         return found
 
-    def note(self, call: Call, losses: Losses) -> None:
+    def note(self, call: Call, losses: RuleFailures) -> None:
         """Keep what was lost of a call, and so of those that are like it."""
         key = self._key(self.whole.calls[call.number])
         self._lost[key] = self._lost.get(key, Counter()) | losses
@@ -145,38 +145,38 @@ class Batches:
     def _key(call: Call) -> Hashable:
         return call.number if call.key is None else call.key
 
-    def _probe(self, calls: Calls, number: int, ranks: int, which: int, losses: Losses) -> list[Signature]:
+    def _probe(self, calls: Calls, number: int, ranks: int, which: int, losses: RuleFailures) -> list[Signature]:
         call = calls.calls[number]
         key = self._key(call), ranks, which
         found = self._signatures.get(key)
         if found is None:
-            lost = Losses()
+            lost = RuleFailures()
             found = self._signatures[key] = signatures(call, calls.values, ranks, lost), lost
         losses.update(found[1])
         return found[0]
 
 
-class BatchMenu(Menu):
+class BatchMenu(StrategyBuilder):
     """Candidates of the calls of one batch on one mesh, of signatures that all meshes and batches share. What a composition does along several axes at once is
     asked on axes of two."""
 
-    def __init__(self, prices: Prices, batches: Batches, rows: int) -> None:
+    def __init__(self, prices: ReshardCosts, batches: Batches, rows: int) -> None:
         super().__init__(prices, batches.whole.training)
         self.batches, self.rows = batches, rows
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures) -> list[Signature]:
         return [s._replace(composed=False) for s in self.batches.signatures(call, self.rows, size, losses)]
 
-    def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
+    def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
         found = self._of_all(call, super()._make(call, values))
         self.batches.note(call, found.losses)
         return found
 
-    def _of_all(self, call: Call, found: Candidates) -> Candidates:
+    def _of_all(self, call: Call, found: StrategyTable) -> StrategyTable:
         """Without those that are compositions along several axes at once and do not run there."""
         mesh = self.prices.mesh
         compositions = {
-            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n, Losses()) if s.composed}
+            a: {_dims((*s.ins, *s.outs)) for s in self.batches.signatures(call, self.rows, n, RuleFailures()) if s.composed}
             for a, n in enumerate(mesh.shape)
             if n > 1
         }
@@ -184,9 +184,9 @@ class BatchMenu(Menu):
             return found
         good = [k for k in range(len(found)) if self._runs(call, [x[k] for x in found.ins], [x[k] for x in found.outs], compositions, found.losses)]
         ins, outs = ([[x[k] for k in good] for x in those] for those in (found.ins, found.outs))
-        return Candidates(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)), found.losses, found.left_out)
+        return StrategyTable(ins, outs, *(column[good] for column in (found.forward, found.backward, found.moving, found.share)), found.losses, found.left_out)
 
-    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]], losses: Losses) -> bool:
+    def _runs(self, call: Call, ins: list[Layout], outs: list[Layout], compositions: dict[int, set[Any]], losses: RuleFailures) -> bool:
         both = [a for a, those in compositions.items() if _dims([x[a] for x in (*ins, *outs)]) in those]
         if len(both) < 2:
             return True

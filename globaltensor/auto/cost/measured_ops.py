@@ -10,14 +10,14 @@ import torch
 from ..._base.pytree import replaced, tensors_in
 from ...boxing.moves import Layout
 from ..ir.op_graph import Call, Value
-from .reshard_cost import Prices
+from .reshard_cost import ReshardCosts
 
 __all__ = ["local_call", "op_key", "parts"]
 
 Shape = tuple[int, ...]
 
 
-def parts(operands: Sequence[Value], come: Sequence[Layout], prices: Prices) -> list[Shape]:
+def parts(operands: Sequence[Value], come: Sequence[Layout], prices: ReshardCosts) -> list[Shape]:
     """Shapes of the largest parts of operands that lie so."""
     return [prices.local_shape(v.shape, layout) for v, layout in zip(operands, come, strict=True)]
 

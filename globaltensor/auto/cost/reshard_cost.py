@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from ..._tensor.gradients.parameter_gather import ALONE_BYTES
-from ...boxing.move_cost import RELAID, prices_of
-from ...boxing.moves import Layout, gathers, neighbours
+from ...boxing.move_cost import RELAID, move_costs
+from ...boxing.moves import Layout, gathers, legal_moves
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, dual, partial_sum
-from ...sharding.spec import nested
+from ...sharding.spec import nested_balanced_split
 
-__all__ = ["FELLOWS", "Prices", "Routes", "duals"]
+__all__ = ["FELLOWS", "ReshardCosts", "Routes", "duals"]
 
 Table = np.ndarray[Any, np.dtype[Any]]
 Routes = tuple[dict[Layout, int], Table]  # the number of each layout, seconds from each to each
@@ -38,7 +38,7 @@ def duals(layout: Layout) -> Layout:
     return tuple(dual(e) for e in layout)
 
 
-class Prices:
+class ReshardCosts:
     """Prices on one mesh of one cluster. ``bucket``: bytes of gradients that are summed by one collective; ``gathered``: of parameters that are gathered, and
     of their gradients that are scattered; 0: each is alone."""
 
@@ -63,7 +63,7 @@ class Prices:
         sizes = []
         for dim, n in enumerate(shape):
             chain = tuple((self.mesh.shape[a], e.unit) for a, e in enumerate(layout) if e.kind == "split" and e.dim == dim)
-            sizes.append(max(length for _, length in nested(n, chain)) if chain else n)
+            sizes.append(max(length for _, length in nested_balanced_split(n, chain)) if chain else n)
         return tuple(sizes)
 
     def collective(self, kind: str, nbytes: int, axes: tuple[int, ...]) -> float:
@@ -162,7 +162,7 @@ class Prices:
 
     def _all_pairs(self, shape: tuple[int, ...], dtype: torch.dtype, menus: list[list[Sbp]]) -> tuple[dict[Layout, int], Table]:
         states, numbers, moves = _moves(tuple(map(tuple, menus)), self.mesh.shape)
-        priced, relaid = prices_of(tuple(shape), dtype, self.mesh, self.cluster), self.cluster.relaid(1) is not None
+        priced, relaid = move_costs(tuple(shape), dtype, self.mesh, self.cluster), self.cluster.relaid(1) is not None
         nbytes = [dtype.itemsize * self.local(shape, layout) for layout in states]
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
@@ -188,5 +188,5 @@ def _moves(menus: tuple[tuple[Sbp, ...], ...], sizes: tuple[int, ...]) -> tuple[
     numbers = {layout: i for i, layout in enumerate(states)}
     found = []
     for i, layout in enumerate(states):
-        found += [(i, j, kind, axes) for kind, axes, after in neighbours(layout, sizes, menus) if (j := numbers.get(after)) is not None]
+        found += [(i, j, kind, axes) for kind, axes, after in legal_moves(layout, sizes, menus) if (j := numbers.get(after)) is not None]
     return states, numbers, found

@@ -12,18 +12,18 @@ from ..._base import torch_private
 from ..._base.pytree import replaced
 from ..._base.user_code import PACKAGE_ROOT
 from ..._ops.call_plan import name_of
-from ..._ops.rules import Op, Rule
+from ..._ops.rules import OpDescription, Rule
 from ...errors import FormError, GlobalTensorError
 from ...graph.capture.dry_world import Untraceable
 from ..plan.plan import Lost
 
-__all__ = ["Losses", "describe", "lost_by"]
+__all__ = ["RuleFailures", "describe", "lost_by"]
 
 #: By these a composition refuses operands; the last but two are fake tensors' own, of calls whose results depend on values.
 REFUSALS: tuple[type[Exception], ...] = (GlobalTensorError, Untraceable, *torch_private.data_dependence())
 
 
-class Losses(Counter[tuple[str, str]]):
+class RuleFailures(Counter[tuple[str, str]]):
     """(function, error) -> how many ways for its operands to lie could not be looked at."""
 
     def note(self, func: Any, error: Exception, ways: int = 1) -> None:
@@ -40,7 +40,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ") + place
 
 
-def describe(rule: Rule, op: Op, args: Any, kwargs: Any) -> bool:
+def describe(rule: Rule, op: OpDescription, args: Any, kwargs: Any) -> bool:
     """Let the rule describe a call; return False where it does not know this form of it. Raises what a faulty rule raises."""
     these = iter(op.args)
     given, named = replaced(args, these), replaced(kwargs, these)

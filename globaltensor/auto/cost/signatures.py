@@ -16,10 +16,10 @@ import torch
 from ..._base import torch_private
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
-from ..._ops.rules import Arg, Derived, Op, rule_of, strategy
-from ..._ops.rules.deferred_mean import settle
+from ..._ops.rules import Arg, Derived, OpDescription, rule_of, strategy
+from ..._ops.rules.deferred_mean import materialize
 from ..._ops.rules.partial_extrema import AHEAD
-from ..._ops.shape_inference import remembering
+from ..._ops.shape_inference import memoized
 from ..._tensor.global_tensor import GlobalTensor
 from ...boxing import log
 from ...distributed.world import World, set_world, world
@@ -28,14 +28,14 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, broadcast, partial_sum, split
 from ...sharding.spec import Spec
 from ..ir.op_graph import Call, Value
-from .rule_failures import Losses, describe
+from .rule_failures import RuleFailures, describe
 
-__all__ = ["Signature", "composed", "signatures"]
+__all__ = ["Signature", "probe_decomposition", "signatures"]
 
 
 class Signature(NamedTuple):
     """One way to run a call on an axis. ``divided``: whether the ranks share the work. ``moved``: (kind, bytes as `Cluster.seconds` takes them) of what the
-    call itself communicates, forward. ``composed``: whether it is a composition of other calls then, which may be another on several axes."""
+    call itself communicates, forward. ``probe_decomposition``: whether it is a composition of other calls then, which may be another on several axes."""
 
     ins: tuple[Sbp, ...]
     outs: tuple[Sbp, ...]
@@ -44,10 +44,10 @@ class Signature(NamedTuple):
     composed: bool = False
 
 
-def signatures(call: Call, values: Sequence[Value], ranks: int, losses: Losses | None = None) -> list[Signature]:
+def signatures(call: Call, values: Sequence[Value], ranks: int, losses: RuleFailures | None = None) -> list[Signature]:
     """Every way to run ``call`` on an axis of ``ranks``, the plainest first: all broadcast. ``losses``: takes note of those that could not be found out because
     of an error."""
-    losses = Losses() if losses is None else losses
+    losses = RuleFailures() if losses is None else losses
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
     whole = Signature((broadcast,) * len(operands), (broadcast,) * len(outs), False)
     if call.wild or any(v.plain for v in outs):
@@ -106,31 +106,31 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
 
 
 def _heard(
-    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: RuleFailures
 ) -> Iterator[Signature]:
     """What the rule admits for operands that lie so, as far as it gets."""
     try:
-        yield from _asked(call, operands, outs, specs, axis, losses)
+        yield from _probe_rule(call, operands, outs, specs, axis, losses)
     except Exception as error:
         losses.note(call.func, error)
 
 
-def _asked(
-    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
+def _probe_rule(
+    call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: RuleFailures
 ) -> Iterator[Signature]:
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
         # A function of ours (to, contiguous, clone, ...): what it does with locals is the same along every axis.
-        seen = composed(call, specs, losses) if operands else None
+        seen = probe_decomposition(call, specs, losses) if operands else None
         if seen is not None:
             yield Signature(tuple(x.layout[0] for x in specs), tuple(o[0] for o in seen[0]), any(x.layout[0].is_split for x in specs), seen[1])
         return
-    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
+    op = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
     if not describe(rule, op, call.args, call.kwargs) or op.whole_call:
         return
     if op.composite is not None:
         lone = [i for i, s in enumerate(specs) if s.layout[0].is_split]
-        seen = composed(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
+        seen = probe_decomposition(call, specs, losses) if len(lone) != 1 or lone[0] == 0 else None  # one other than the first alone leads nowhere
         if seen is not None:
             yield Signature(tuple(s.layout[0] for s in specs), tuple(o[0] for o in seen[0]), any(s.layout[0].is_split for s in specs), seen[1], True)
         return
@@ -143,7 +143,7 @@ def _asked(
         if any(s.ins[i].is_partial and i not in op.addends for i in plain):
             continue
         ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
-        taken = Op([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
+        taken = OpDescription([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
         try:
             known = describe(rule, taken, call.args, call.kwargs)
         except Exception as error:  # of this one way, perhaps
@@ -158,25 +158,25 @@ def _asked(
         own = taken.traffic(got) if taken.traffic is not None else 0.0
         moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
         if s.factor in taken.exchanges and not own:  # with its neighbours, say: what and how much, it tells when it runs
-            seen = composed(call, ins, losses)
+            seen = probe_decomposition(call, ins, losses)
             if seen is None:
                 continue
             moved = seen[1]
         yield Signature(tuple(x.layout[0] for x in ins), tuple(o.layout[0] for o in got.outs), s.factor is not None, moved)
 
 
-def composed(call: Call, specs: Sequence[Spec], losses: Losses) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
+def probe_decomposition(call: Call, specs: Sequence[Spec], losses: RuleFailures) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
     """What a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of an
     error that is no refusal."""
     real, size = world(), specs[0].placement.size
     places = _elsewhere.setdefault(real, {})
     dry = places.get(size)
     if dry is None:
-        dry = places[size] = _Elsewhere(size)
+        dry = places[size] = _ImaginedWorld(size)
     set_world(dry)
     try:
         try:
-            with remembering(_tried):
+            with memoized(_tried):
                 return _watched(call, specs, "meta", dry.derived)
         except Exception:  # a kernel that meta tensors have not, or a look at values, mostly: fake tensors know more, and take longer
             with torch_private.fake_tensors():
@@ -197,7 +197,7 @@ def _watched(
     with fresh_plans(plans), torch.no_grad(), log.boxing_log() as moves:
         these = iter([GlobalTensor.wrap(torch.empty(s.local_shape(0), dtype=s.dtype, device=device), s) for s in specs])
         out = call.func(*replaced(call.args, these), **replaced(call.kwargs, these))
-        outs = [settle(t)._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(out, [])]
+        outs = [materialize(t)._spec if isinstance(t, GlobalTensor) else None for t in tensors_in(out, [])]
     if not outs or any(o is None for o in outs):
         return None
     # What begins before it is needed, such as the count of a mean loss, hides behind computing, or in a program rides with the gradients.
@@ -206,7 +206,7 @@ def _watched(
 
 def _parts(entry: Any) -> Iterator[tuple[str, int]]:
     """(kind, bytes as `Cluster.seconds` takes them) of what a line of the log moved."""
-    if isinstance(entry, log.Exchange):
+    if isinstance(entry, log.ExchangeRecord):
         yield "exchange", entry.bytes
         return
     for m in entry.plan.moves:
@@ -215,7 +215,7 @@ def _parts(entry: Any) -> Iterator[tuple[str, int]]:
             yield m.kind, m.bytes if m.kind == "exchange" else whole.dtype.itemsize * whole.local_numel()
 
 
-class _Elsewhere(DryWorld):
+class _ImaginedWorld(DryWorld):
     """Rank 0 of as many ranks as wanted, which nobody has to have, and the plans of what has run there on tensors without a device."""
 
     def __init__(self, size: int) -> None:
@@ -230,7 +230,7 @@ class _Elsewhere(DryWorld):
 #: What comes of a call on whole tensors, wherever it is dreamt up.
 _tried: dict[Any, Any] = {}
 #: By the world that they are dreamt up in.
-_elsewhere: WeakKeyDictionary[World, dict[int, _Elsewhere]] = WeakKeyDictionary()
+_elsewhere: WeakKeyDictionary[World, dict[int, _ImaginedWorld]] = WeakKeyDictionary()
 
 
 class _Nobody(DryComm):

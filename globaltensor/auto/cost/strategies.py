@@ -21,18 +21,18 @@ from ...sharding.spec import Spec
 from ..ir.flops import Work, work_of
 from ..ir.op_graph import Call, Value
 from .measured_ops import op_key, parts
-from .reshard_cost import Prices
-from .rule_failures import Losses
-from .signatures import Signature, composed, signatures
+from .reshard_cost import ReshardCosts
+from .rule_failures import RuleFailures
+from .signatures import Signature, probe_decomposition, signatures
 
-__all__ = ["Candidates", "Menu", "fills", "roofline"]
+__all__ = ["StrategyBuilder", "StrategyTable", "gives_every_rank_data", "roofline"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST = 1024  # candidates of a call; beyond that those that divide least are dropped
 
 
 @dataclass(eq=False)
-class Candidates:
+class StrategyTable:
     """The ways to run a call. ``ins[i][k]``, ``outs[i][k]``: how operand and result i lie in candidate k. In seconds: ``forward`` and ``backward`` (computing),
     ``moving`` (what the call communicates itself, both passes). ``share[k]``: the part of the work one rank does."""
 
@@ -42,7 +42,7 @@ class Candidates:
     backward: Array
     moving: Array
     share: Array
-    losses: Losses = field(default_factory=Losses)  # ways that could not be found out
+    losses: RuleFailures = field(default_factory=RuleFailures)  # ways that could not be found out
     left_out: int = 0  # ways that are too many
 
     def __len__(self) -> int:
@@ -54,15 +54,15 @@ class Candidates:
         return not self.forward.any()
 
 
-class Menu:
+class StrategyBuilder:
     """Candidates on one mesh; calls that are alike share them."""
 
-    def __init__(self, prices: Prices, training: bool) -> None:
+    def __init__(self, prices: ReshardCosts, training: bool) -> None:
         self.prices, self.training = prices, training
-        self._found: dict[Hashable, Candidates] = {}
+        self._found: dict[Hashable, StrategyTable] = {}
         self._states: dict[Hashable, list[Layout]] = {}
 
-    def of(self, call: Call, values: Sequence[Value]) -> Candidates:
+    def of(self, call: Call, values: Sequence[Value]) -> StrategyTable:
         key = call.key if call.key is not None else call.number
         found = self._found.get(key)
         if found is None:
@@ -76,33 +76,33 @@ class Menu:
         if found is None:
             mesh = self.prices.mesh
             menus = [[broadcast, *(split(d) for d, n in enumerate(value.shape) if stored and n >= size > 1)] for size in mesh.shape]
-            found = self._states[key] = [layout for layout in itertools.product(*menus) if fills(value.shape, layout, mesh)]
+            found = self._states[key] = [layout for layout in itertools.product(*menus) if gives_every_rank_data(value.shape, layout, mesh)]
         return found
 
-    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: Losses) -> list[Signature]:
-        def ask() -> tuple[list[Signature], Losses]:
-            lost = Losses()
+    def _on_axis(self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures) -> list[Signature]:
+        def ask() -> tuple[list[Signature], RuleFailures]:
+            lost = RuleFailures()
             return signatures(call, values, size, lost), lost
 
         found, lost = _asked(None if call.key is None else (call.key, size), ask)
         losses.update(lost)
         return list(found)  # a list of its own, which `_make` may shorten
 
-    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: Losses) -> Any:
+    def _seen(self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: RuleFailures) -> Any:
         """What a composition does on several axes at once."""
 
-        def ask() -> tuple[Any, Losses]:
-            lost = Losses()
+        def ask() -> tuple[Any, RuleFailures]:
+            lost = RuleFailures()
             specs = [Spec.make(v.shape, v.dtype, self.prices.mesh, layout) for v, layout in zip(operands, come, strict=True)]
-            return composed(call, specs, lost), lost
+            return probe_decomposition(call, specs, lost), lost
 
         found, lost = _asked(None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask)
         losses.update(lost)
         return found
 
-    def _make(self, call: Call, values: Sequence[Value]) -> Candidates:
+    def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
         mesh, operands, results = self.prices.mesh, [values[v] for v in call.operands], [values[v] for v in call.outs]
-        losses = Losses()
+        losses = RuleFailures()
         menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
         every = math.prod(map(len, menus))
         while math.prod(map(len, menus)) > _MOST:
@@ -126,7 +126,7 @@ class Menu:
                 seen = self._seen(call, operands, come, losses) if not any(map(_loose, acting)) else None
                 if seen is None:
                     continue
-                lie = [layout if fills(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
+                lie = [layout if gives_every_rank_data(v.shape, layout, mesh) else None for v, layout in zip(results, seen[0], strict=True)]
             key = (*come, *lie)
             if key in taken or any(layout is None for layout in key):
                 continue
@@ -149,7 +149,7 @@ class Menu:
                 computing *= [self._rounds(call, operands, results, *row, work, part) for row, part in zip(rows, share.tolist(), strict=True)]
         moving = np.array([self._moving(combination, part) for (combination, _, _), part in zip(rows, share.tolist(), strict=True)])
         twice = self.training if work.view else computing[1] > 0
-        return Candidates(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
+        return StrategyTable(ins, outs, *computing, moving * (1 + twice), share, losses, left_out)
 
     def _share(self, combination: Sequence[Signature], operands: Sequence[Value], results: Sequence[Value]) -> float:
         """The part of the work that one rank does."""
@@ -260,11 +260,11 @@ def _canonical(value: Value, entries: Sequence[Sbp], mesh: Placement) -> Layout 
     """The layout as specs have it; None where some rank would have nothing of it."""
     plain = all(e.unit == 1 for e in entries)  # such a layout is as specs have it
     layout = tuple(entries) if plain else Spec.make(value.shape, value.dtype, mesh, entries).layout
-    return layout if fills(value.shape, layout, mesh) else None
+    return layout if gives_every_rank_data(value.shape, layout, mesh) else None
 
 
 @lru_cache(maxsize=1 << 16)
-def fills(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
+def gives_every_rank_data(shape: tuple[int, ...], layout: Layout, mesh: Placement) -> bool:
     """Whether every rank has something of a tensor that lies so."""
     for dim, n in enumerate(shape):
         parts = math.prod(mesh.shape[a] for a, e in enumerate(layout) if e.is_split and e.dim == dim)

@@ -13,27 +13,27 @@ from ..cost.reshard_cost import duals
 from ..intra_op.layout_changes import collectives, short
 from ..ir.op_graph import Value
 from ..ir.segments import Segment
-from ..plan.plan import Change, Given, Plan, PlannedCall
+from ..plan.plan import LayoutChange, PlacedTensor, Plan, PlannedCall
 from .pipeline_cost import Candidate, stages_of
-from .segment_cost import Ground, Part, Stored
+from .segment_cost import MeshContext, ParameterStorage, SegmentProblem
 from .step_simulator import Simulation
 
-__all__ = ["told"]
+__all__ = ["build_plan"]
 
 
 class _Told(NamedTuple):
     """What one segment contributes."""
 
     calls: list[PlannedCall]
-    changes: list[Change]
+    changes: list[LayoutChange]
     given: dict[int, Any]  # number of something given -> how it is kept
 
 
-def told(candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]) -> Plan:
+def build_plan(candidate: Candidate, run: Simulation, bound: float, batch: int, log: dict[str, Any]) -> Plan:
     """The plan. Seconds of calls and changes of layout are of one micro-batch, cost and seconds of the plan of the whole step."""
     cutting, found, setting = candidate.cutting, candidate.found, candidate.setting
     ground, chain = cutting.ground, cutting.ground.chain
-    calls, changes, kept = list[PlannedCall](), list[Change](), dict[int, Any]()
+    calls, changes, kept = list[PlannedCall](), list[LayoutChange](), dict[int, Any]()
     stages, recomputed = [], []
     records = stages_of(candidate, ground.cluster)
     for i, way in enumerate(candidate.ways):
@@ -61,7 +61,7 @@ def told(candidate: Candidate, run: Simulation, bound: float, batch: int, log: d
     values = ground.calls.values
     states = {h: options[ground.active[h][_state(ground, cutting.hub, h)]] for h, options in ground.hubs.items()}
     kept |= {h: how for h, how in states.items() if values[h].state}
-    shared = {values[v].path: how for v, how in sorted(kept.items()) if isinstance(how, Stored) and how.zero}
+    shared = {values[v].path: how for v, how in sorted(kept.items()) if isinstance(how, ParameterStorage) and how.zero}
     zero = {path: {"stage": how.zero, "shares": list(short(how.shares))} for path, how in shared.items()}
     choices = {
         "mesh": list(setting.mesh.shape), "stages": stages, "micro_batches": setting.micros, "schedule": candidate.schedule if setting.stages > 1 else None,
@@ -79,13 +79,13 @@ def told(candidate: Candidate, run: Simulation, bound: float, batch: int, log: d
     )  # fmt: skip
 
 
-def _state(ground: Ground, hub: int, number: int) -> int:
+def _state(ground: MeshContext, hub: int, number: int) -> int:
     """Which of the options of a hub the joint state ``hub`` means."""
     shape = tuple(len(those) for those in ground.active.values())
     return int(np.unravel_index(hub, shape)[list(ground.hubs).index(number)])
 
 
-def _segment(ground: Ground, segment: Segment, hub: int, weights: Any, again: bool, ends: tuple[int, int]) -> _Told:
+def _segment(ground: MeshContext, segment: Segment, hub: int, weights: Any, again: bool, ends: tuple[int, int]) -> _Told:
     part = ground.part(segment.kind)
     states = [_state(ground, hub, h) for h in ground.hubs if h in segment.hubs]
     chosen = part.strategies(weights, again, (*states, *ends))
@@ -95,7 +95,7 @@ def _segment(ground: Ground, segment: Segment, hub: int, weights: Any, again: bo
     return _Told(list(reader.calls()), list(reader.changes()), given)
 
 
-def _names(ground: Ground, one: Segment, other: Segment) -> dict[int, int]:
+def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
     """Value of the first segment of a kind -> the same value of another."""
     found: dict[int, int] = {}
     for c, d in zip(one.calls, other.calls, strict=True):
@@ -108,7 +108,7 @@ def _names(ground: Ground, one: Segment, other: Segment) -> dict[int, int]:
 class _Reader:
     """Calls and changes of layout of a segment, by the choices made for the first of its kind."""
 
-    def __init__(self, ground: Ground, part: Part, chosen: dict[tuple[str, int], int], actual: dict[int, int]) -> None:
+    def __init__(self, ground: MeshContext, part: SegmentProblem, chosen: dict[tuple[str, int], int], actual: dict[int, int]) -> None:
         self.ground, self.part, self.chosen, self.actual = ground, part, chosen, actual
         self.values = ground.calls.values
 
@@ -128,7 +128,7 @@ class _Reader:
                 number=call.number,
             )  # fmt: skip
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[LayoutChange]:
         segment = self.part.segment
         for c in segment.calls:
             for v in self.ground.calls.calls[c].outs:
@@ -172,25 +172,25 @@ class _Reader:
             return self.ground.whole, None
         return (self._made(value.maker, v), None) if value.maker in self.part.found else (None, None)
 
-    def _change(self, v: int, takers: str, src: Any, dst: Layout) -> Iterator[Change]:
+    def _change(self, v: int, takers: str, src: Any, dst: Layout) -> Iterator[LayoutChange]:
         ground, value = self.ground, self.values[v]
-        if isinstance(src, Stored):
+        if isinstance(src, ParameterStorage):
             forward = float(ground.prices.fetched(value.shape, value.dtype, [src.layout], [dst])[0, 0])
             backward = float(ground.prices.gradients(value.shape, value.dtype, [dst], [src.shares])[0, 0]) if ground.calls.training and value.grad else 0.0
             if src.layout != dst or backward:
                 back = collectives(duals(dst), src.shares) if ground.calls.training and value.grad else ""
                 there = collectives(src.layout, dst) or back
-                yield Change(self.name(v), takers, short(src.layout), short(dst), forward, backward, value.nbytes, there, back if backward else "")
+                yield LayoutChange(self.name(v), takers, short(src.layout), short(dst), forward, backward, value.nbytes, there, back if backward else "")
         elif src != dst:
             there, back = (float(x[0, 0]) for x in ground.change(value, [src], [dst]))
             names = collectives(src, dst), collectives(duals(dst), duals(src)) if back else ""
-            yield Change(self.name(v), takers, short(src), short(dst), there, back, value.nbytes, *names)
+            yield LayoutChange(self.name(v), takers, short(src), short(dst), there, back, value.nbytes, *names)
 
 
-def _given(ground: Ground, value: Value, how: Any) -> Given:
-    layout = how.layout if isinstance(how, Stored) else how
+def _given(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
+    layout = how.layout if isinstance(how, ParameterStorage) else how
     held = int(ground.bytes(value, [layout])[0])
-    return Given(value.path or value.name, value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held)
+    return PlacedTensor(value.path or value.name, value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held)
 
 
 def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]:
@@ -200,7 +200,7 @@ def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]
     return {"computing and moving": passes, "parameters and gradients": aside, "hidden": (1 - seen) * aside, "updating": sum(s.updates for s in records)}
 
 
-def _held(given: Sequence[Given], ground: Ground, kept: dict[int, Any], peak: int) -> dict[str, int]:
+def _held(given: Sequence[PlacedTensor], ground: MeshContext, kept: dict[int, Any], peak: int) -> dict[str, int]:
     """What the memory of the fullest rank is made of where all stages lie alike, in bytes."""
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
     states = sum(float(ground.keeping(ground.calls.values[v], [how])["P"][0]) for v, how in kept.items() if ground.calls.values[v].state == "parameter")

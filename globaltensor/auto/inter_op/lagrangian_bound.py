@@ -10,7 +10,7 @@ import numpy as np
 
 from .range_cost import Ranges
 from .segment_cost import Weights
-from .stage_dp import Cutting
+from .stage_dp import StageCosts
 
 __all__ = ["Dual"]
 
@@ -27,7 +27,7 @@ class Dual:
     bound for any p. It is concave in p.
     """
 
-    def __init__(self, cutting: Cutting, part: float, bubble: float, flights: Sequence[float]) -> None:
+    def __init__(self, cutting: StageCosts, part: float, bubble: float, flights: Sequence[float]) -> None:
         self.cutting, self.part, self.bubble = cutting, part, bubble
         self.most, self.mean = max(flights), len(flights) / sum(1 / f for f in flights)
         self.evenly = part * cutting.evenly()

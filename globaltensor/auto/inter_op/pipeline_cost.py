@@ -10,8 +10,8 @@ import numpy as np
 
 from ...cluster import Cluster
 from ...sharding.placement import Placement
-from .segment_cost import QUANTITIES, Ground, Stored
-from .stage_dp import Cutting, Found, Way
+from .segment_cost import QUANTITIES, MeshContext, ParameterStorage
+from .stage_dp import StageCosts, StageDivision, StageVariant
 from .step_simulator import Stage
 
 __all__ = ["Candidate", "Crossing", "Setting", "filling", "modelled", "narrowed", "parts_of", "stages_of"]
@@ -37,9 +37,9 @@ class Candidate:
     setting: Setting
     schedule: str
     lanes: tuple[int, ...]
-    found: Found
-    ways: tuple[Way, ...]
-    cutting: Cutting = field(repr=False)
+    found: StageDivision
+    ways: tuple[StageVariant, ...]
+    cutting: StageCosts = field(repr=False)
 
 
 def modelled(
@@ -72,7 +72,7 @@ def filling(schedule: str, stages: int, chunks: int, micros: int, work: float, f
 class Crossing:
     """Seconds for what crosses a cut between stages, there and back, by the layout it crosses in; each rank sends what it has to its peer."""
 
-    def __init__(self, ground: Ground, cluster: Cluster, setting: Setting, hub: int) -> None:
+    def __init__(self, ground: MeshContext, cluster: Cluster, setting: Setting, hub: int) -> None:
         self.ground, self.cluster, self.size = ground, cluster, setting.mesh.size
         states = np.unravel_index(hub, tuple(len(those) for those in ground.active.values()) or (1,))
         self.hub = {h: options[ground.active[h][int(k)]] for (h, options), k in zip(ground.hubs.items(), states, strict=False)}
@@ -93,7 +93,7 @@ class Crossing:
         for h, layout in self.hub.items():
             value = ground.calls.values[h]
             touched = [k for k, s in enumerate(chain.segments) if h in s.hubs]
-            if value.maker >= 0 and touched[0] < cut <= touched[-1] and not isinstance(layout, Stored):
+            if value.maker >= 0 and touched[0] < cut <= touched[-1] and not isinstance(layout, ParameterStorage):
                 sent = sent + ground.bytes(value, [layout])
         return np.asarray(sent)
 
@@ -104,7 +104,7 @@ class Crossing:
         return np.array([(1 + back) * self.cluster.seconds("send", float(n), (0, self.size)) for n in self.bytes(cut)])
 
 
-def narrowed(cutting: Cutting, hub: int) -> Callable[[int], Sequence[int]]:
+def narrowed(cutting: StageCosts, hub: int) -> Callable[[int], Sequence[int]]:
     """The layouts worth a thought at each cut: those with which the whole chain costs least."""
     tables = [cutting.first.of(((kind, False, 1),)).score[hub] for kind in cutting.kinds]
     forward, backward = [np.zeros(tables[0].shape[0])], [np.zeros(tables[-1].shape[1])]
@@ -116,7 +116,7 @@ def narrowed(cutting: Cutting, hub: int) -> Callable[[int], Sequence[int]]:
     return lambda cut: [int(k) for k in np.argsort(through[cut], kind="stable")[:_FACES]]
 
 
-def parts_of(cutting: Cutting, found: Found, ways: Sequence[Way], i: int) -> Array:
+def parts_of(cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int) -> Array:
     a, b = found.cuts[i], found.cuts[i + 1]
     return np.asarray(cutting.table(cutting.kinds[a:b], ways[i]).parts[:, cutting.hub, found.faces[i], found.faces[i + 1]])
 
@@ -144,7 +144,7 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[Stage]:
     return out
 
 
-def _again(cutting: Cutting, found: Found, ways: Sequence[Way], i: int) -> float:
+def _again(cutting: StageCosts, found: StageDivision, ways: Sequence[StageVariant], i: int) -> float:
     """Seconds of forward passes that run again in backward."""
     a, way = found.cuts[i], ways[i]
     faces = cutting.ranges(way.weights).faces(

@@ -15,18 +15,18 @@ from ...boxing.moves import Layout, gathers
 from ...cluster import Cluster
 from ...graph.sharding_plan import entry
 from ..cost.meshes import mesh
-from ..cost.reshard_cost import Prices, duals
-from ..cost.strategies import Menu
+from ..cost.reshard_cost import ReshardCosts, duals
+from ..cost.strategies import StrategyBuilder
 from ..intra_op.formulate import Options, bucket_of, gathered_of, updating
 from ..intra_op.read_solution import short
 from ..ir.op_graph import Calls, Value
-from ..plan.plan import Change, Plan, PlanError, PlannedCall
+from ..plan.plan import LayoutChange, Plan, PlanError, PlannedCall
 from .step_simulator import Simulation, Stage, step
 
-__all__ = ["foretell", "on_a_clock", "repriced"]
+__all__ = ["predict", "repriced", "simulate_plan"]
 
 
-def foretell(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = None, options: Options | None = None) -> Simulation:
+def predict(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = None, options: Options | None = None) -> Simulation:
     """Simulate a step of ``plan``. ``cluster``: another one than it was made for; then ``calls`` must be those it was made of, of one micro-batch. Without it
     calls and changes of layout cost what the plan says; of the cluster it was made for only the name is known, so what crosses between stages goes over links
     of the generic cluster, with its ``overlap``.
@@ -42,10 +42,10 @@ def foretell(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = N
         if calls is None:
             raise PlanError("to price a plan for another cluster takes the calls that it was made of: foretell(plan, cluster, calls)")
         plan = repriced(plan, cluster, calls, options or Options())
-    return on_a_clock(plan, cluster)
+    return simulate_plan(plan, cluster)
 
 
-def on_a_clock(plan: Plan, cluster: Cluster) -> Simulation:
+def simulate_plan(plan: Plan, cluster: Cluster) -> Simulation:
     """Simulate a step of a plan whose calls and changes are priced for this cluster."""
     lanes = [s["lane"] for s in plan.choices.get("stages", ())] or [0]
     return step(_stages(plan), plan.choices.get("schedule") or "1f1b", lanes, plan.choices.get("micro_batches", 1), cluster)
@@ -66,14 +66,14 @@ def _stages(plan: Plan) -> list[Stage]:
     return [Stage(forward + gathers, backward, 0.0, 0.0, sums, plan.spent.get("updating", 0.0), float(plan.memory), ranks=math.prod(plan.mesh))]
 
 
-def _seconds(calls: Sequence[PlannedCall], changes: Sequence[Change], leaves: set[str]) -> tuple[float, float]:
+def _seconds(calls: Sequence[PlannedCall], changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
     """Of the forward and the backward pass, with what moves within them."""
     forward = sum(c.forward + (c.moving / 2 if c.backward else c.moving) for c in calls) + sum(c.forward for c in changes if c.value not in leaves)
     backward = sum(c.backward + (c.moving / 2 if c.backward else 0.0) for c in calls) + sum(c.backward for c in changes if c.value not in leaves)
     return forward, backward
 
 
-def _aside(changes: Sequence[Change], leaves: set[str]) -> tuple[float, float]:
+def _aside(changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
     """(gathering parameters, summing gradients), which may run beside computing."""
     own = [c for c in changes if c.value in leaves]
     return sum(c.forward for c in own), sum(c.backward for c in own)
@@ -83,9 +83,9 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     """The same plan with the seconds of another cluster. Raises PlanError for calls that are not the plan's."""
     where = mesh(tuple(plan.mesh))
     staged, zero = _priced_by_stages(plan), plan.choices.get("zero", {})
-    prices = Prices(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
+    prices = ReshardCosts(cluster, where, bucket_of(calls), 0 if staged else gathered_of(calls))
     twice = bool(plan.choices.get("freed")) and not staged  # stages say what they gather by themselves
-    pricer = _Pricer(prices, Menu(prices, calls.training), calls, zero, twice)
+    pricer = _Pricer(prices, StrategyBuilder(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
     values = {v.path or v.name: v for v in calls.values}
@@ -98,7 +98,7 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     return dataclasses.replace(plan, cluster=cluster.name, calls=changed, changes=changes, spent=spent, choices=choices)
 
 
-def _update(nbytes: int, value: Value, zero: dict[str, Any] | None, prices: Prices, options: Options, layout: tuple[str, ...]) -> float:
+def _update(nbytes: int, value: Value, zero: dict[str, Any] | None, prices: ReshardCosts, options: Options, layout: tuple[str, ...]) -> float:
     if zero is None:
         return updating(prices.cluster, nbytes, options, value.dtype)
     own, there = _entries(zero["shares"]), _entries(layout)
@@ -107,7 +107,7 @@ def _update(nbytes: int, value: Value, zero: dict[str, Any] | None, prices: Pric
     return updating(prices.cluster, share, options, value.dtype) + float(seconds[numbers[own], numbers[there]])
 
 
-def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall], Sequence[Change]], update: dict[str, float]) -> dict[str, Any]:
+def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]], update: dict[str, float]) -> dict[str, Any]:
     """A stage with the costs of another cluster: each part of them by as much longer or shorter as its calls and changes are."""
     names = [c.name for c in plan.calls]
     first, last = (names.index(n) for n in told["calls"])
@@ -133,7 +133,7 @@ def _stage(told: dict[str, Any], plan: Plan, priced: tuple[Sequence[PlannedCall]
 
 
 class _Pricer:
-    def __init__(self, prices: Prices, menu: Menu, calls: Calls, zero: dict[str, Any], twice: bool) -> None:
+    def __init__(self, prices: ReshardCosts, menu: StrategyBuilder, calls: Calls, zero: dict[str, Any], twice: bool) -> None:
         self.prices, self.menu, self.calls, self.zero, self.twice = prices, menu, calls, zero, twice
         self.values = {v.path or v.name: v for v in calls.values}
         self.named = {c.name: c for c in calls.calls}
@@ -154,7 +154,7 @@ class _Pricer:
                 )
         raise PlanError(f"{told.name} cannot take {told.wanted} and give {told.results} on a mesh of {'x'.join(map(str, self.prices.mesh.shape))}")
 
-    def change(self, told: Change) -> Change:
+    def change(self, told: LayoutChange) -> LayoutChange:
         value = self.values[told.value]
         src, dst = _entries(told.src), _entries(told.dst)
         numbers, seconds = self.prices.table(value.shape, value.dtype, [src, dst])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .segment_cost import QUANTITIES, Ground, Weights
+from .segment_cost import QUANTITIES, MeshContext, Weights
 
 __all__ = ["Ranges", "Run", "Table", "join", "runs"]
 
@@ -52,7 +52,7 @@ def runs(kinds: Sequence[int], recomputed: Sequence[bool]) -> tuple[Run, ...]:
 class Ranges:
     """Tables of runs on a ground, for some weights. ``loose``: hubs lie in each segment as suits it alone, which no plan can do better than."""
 
-    def __init__(self, ground: Ground, weights: Weights, loose: bool = False) -> None:
+    def __init__(self, ground: MeshContext, weights: Weights, loose: bool = False) -> None:
         self.ground, self.weights, self.loose = ground, weights, loose
         self.shape = tuple(len(ground.active[h]) for h in ground.hubs if not loose) or (1,)
         self._known: dict[tuple[Run, ...], Table] = {}

@@ -14,28 +14,28 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...cluster import Cluster
-from ...graph.pipeline import promise
+from ...graph.pipeline import max_activations
 from ...sharding.placement import Placement
 from ..cost.batch_scaling import Batches, takes_statistics
 from ..cost.meshes import divisors, meshes
-from ..cost.reshard_cost import FELLOWS, Prices
+from ..cost.reshard_cost import FELLOWS, ReshardCosts
 from ..cost.rule_failures import lost_by
 from ..cost.strategies import roofline
-from ..gc_pause import uncollected
+from ..gc_pause import gc_paused
 from ..intra_op.formulate import Options, bucket_of
 from ..ir.flops import work_of
 from ..ir.op_graph import Calls
 from ..ir.segments import Chain, cut
 from ..plan.plan import Plan, PlanError
-from .build_plan import told
+from .build_plan import build_plan
 from .lagrangian_bound import Dual
 from .pipeline_cost import Candidate, Crossing, Setting, filling, modelled, narrowed, parts_of, stages_of
 from .range_cost import runs
-from .segment_cost import QUANTITIES, Ground
-from .stage_dp import Cutting, divide, least_memory
+from .segment_cost import QUANTITIES, MeshContext
+from .stage_dp import StageCosts, divide_into_stages, least_memory
 from .step_simulator import Simulation, step
 
-__all__ = ["Space", "everything"]
+__all__ = ["SearchSpace", "search_pipelines"]
 
 #: Prices of memory that layouts are searched for: seconds of the whole step for as much memory as there is.
 _PRICES: Final = (0.0, 0.3, 1.0, 4.0, 20.0)
@@ -48,7 +48,7 @@ _ONE_BY_ONE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # schedules of one sta
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What is searched. ``stages``, ``micro_batches``, ``meshes`` (shapes, of one stage): only these, None: all that are sensible. ``axes``: of a mesh at
     most. ``micro_batches`` of models that take statistics of the batch (batch norm) give other numbers, as with any accumulation of gradients: unless they are
     asked for there are none. ``schedules``: of pipelines; gpipe takes as long as 1f1b and more memory. ``slack``: a stage's most work, as a multiple of an even
@@ -63,14 +63,14 @@ class Space:
     slack: float = 1.15
 
 
-@uncollected()
-def everything(
+@gc_paused()
+def search_pipelines(
     calls_of: Callable[[int], Calls],
     batch: int,
     cluster: Cluster,
     devices: int | None = None,
     options: Options | None = None,
-    space: Space | None = None,
+    space: SearchSpace | None = None,
     seconds: float | None = None,
 ) -> Plan:
     """The best way found to run a step of ``batch`` rows on ``devices`` (None: all of the cluster), with the best bound known.
@@ -83,19 +83,19 @@ def everything(
     options = options or Options()
     if options.memory is None and cluster.memory:
         options = dataclasses.replace(options, memory=cluster.memory)
-    search = _Search(Batches(calls_of, batch), cluster, devices, options, space or Space())
+    search = PipelineSearch(Batches(calls_of, batch), cluster, devices, options, space or SearchSpace())
     captured = time.perf_counter()
     search.run(math.inf if seconds is None else started + seconds)
     best, run = search.best()
     log = {**search.log, "capturing_seconds": captured - started, "searching_seconds": time.perf_counter() - captured}
-    return dataclasses.replace(told(best, run, min(search.bound, best.cost), batch, log), lost=lost_by(search.batches.losses()))
+    return dataclasses.replace(build_plan(best, run, min(search.bound, best.cost), batch, log), lost=lost_by(search.batches.losses()))
 
 
-class _Search:
-    def __init__(self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: Space) -> None:
+class PipelineSearch:
+    def __init__(self, batches: Batches, cluster: Cluster, devices: int, options: Options, space: SearchSpace) -> None:
         self.batches, self.cluster, self.devices, self.options, self.space = batches, cluster, devices, options, space
         self.chain: Chain = cut(batches.whole, options.fixed)
-        self.prices: dict[Placement, Prices] = {}
+        self.prices: dict[Placement, ReshardCosts] = {}
         self.found: list[Candidate] = []
         self.bounds: dict[tuple[int, int, Placement], float] = {}
         #: Of what runs on one mesh in one go, bounds that hold where what is gathered is kept for backward as well (`formulate`), so gathered once, and
@@ -108,7 +108,7 @@ class _Search:
         self.duals: dict[tuple[int, int, Placement, str], Dual] = {}
         self._ideals: dict[tuple[int, int], list[tuple[float, float]]] = {}
         self.settled: dict[Placement, dict[int, list[int]]] = {}  # how hubs lie on a mesh
-        self._later: list[tuple[float, Setting, Ground, int]] = []
+        self._later: list[tuple[float, Setting, MeshContext, int]] = []
 
     @property
     def least(self) -> float:
@@ -218,7 +218,7 @@ class _Search:
         settled = self.settled.get(mesh)
         if settled is not None:
             ground.active = settled
-        free = Cutting(ground, micros, stages, None)
+        free = StageCosts(ground, micros, stages, None)
         part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
         if setting[1:] not in self.once:
             least = [both for both, _ in self._least(stages, micros)]
@@ -246,9 +246,9 @@ class _Search:
             hopes = {id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)]) for e in self._later}
             self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[:_RESCHEDULED]
 
-    def _ground(self, mesh: Placement, micros: int) -> Ground:
-        prices = self.prices.setdefault(mesh, Prices(self.cluster, mesh, bucket_of(self.batches.whole)))
-        return Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
+    def _ground(self, mesh: Placement, micros: int) -> MeshContext:
+        prices = self.prices.setdefault(mesh, ReshardCosts(self.cluster, mesh, bucket_of(self.batches.whole)))
+        return MeshContext(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain, prices)
 
     def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
         """What a schedule would make of stages that take ``evenly`` by 1f1b, at best: that without the part of the bubble that it saves."""
@@ -274,7 +274,7 @@ class _Search:
         if "zb-v" in wanted and 2 * stages <= segments:
             yield (*range(stages), *reversed(range(stages))), "zb-v"
 
-    def _divide(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
+    def _divide(self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...], hub: int) -> None:
         """Add the best plan of a setting by a schedule to those found."""
         dual = self._dual(ground, setting, schedule, lanes)
         while dual.value < self.least * 1.02 and len(dual.known) <= _ASKED and dual.look():
@@ -286,13 +286,13 @@ class _Search:
         held = self._flights(stages, micros, schedule, lanes)
         flights = tuple(held[lane] for lane in lanes)
         limit = self.options.memory / each if self.options.memory else None
-        cutting = Cutting(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
+        cutting = StageCosts(ground, micros, stages, limit, _PRICES if limit else (0.0,), self.space.recompute, hub)
         if limit and chunks > 1 and least_memory(cutting, chunks, flights) > limit:
             return
         loads = [float(cutting.first.of(((kind, False, 1),)).score[hub].min()) for kind in cutting.kinds]
         crossing = Crossing(ground, self.cluster, setting, hub)
         faces = None if chunks == 1 else narrowed(cutting, hub)
-        found = divide(
+        found = divide_into_stages(
             len(cutting.kinds), chunks, micros, lambda i, a, b: cutting.of(a, b, flights[i]), lambda i, b: crossing.seconds(b),
             loads, self.space.slack, faces,
         )  # fmt: skip
@@ -312,16 +312,16 @@ class _Search:
 
     def _flights(self, stages: int, micros: int, schedule: str, lanes: tuple[int, ...]) -> tuple[float, ...]:
         """How many micro-batches each lane holds of all its layers at most."""
-        most = promise(schedule, lanes, micros) if stages > 1 and self.batches.whole.training else (1,) * stages
+        most = max_activations(schedule, lanes, micros) if stages > 1 and self.batches.whole.training else (1,) * stages
         return tuple(n * stages / len(lanes) for n in most)
 
-    def _dual(self, ground: Ground, setting: Setting, schedule: str, lanes: tuple[int, ...]) -> Dual:
+    def _dual(self, ground: MeshContext, setting: Setting, schedule: str, lanes: tuple[int, ...]) -> Dual:
         """The bound of a setting by a schedule, within the memory."""
         _, stages, micros, _ = setting
         key = *setting[1:], schedule
         if key not in self.duals:
             part, bubble = (1.0, 0.0) if schedule in _FILLED else (micros / (micros + stages - 1), self._bubble(stages, micros, [(lanes, schedule)]))
-            cutting = Cutting(ground, micros, stages, self.options.memory or None, recompute=self.space.recompute)
+            cutting = StageCosts(ground, micros, stages, self.options.memory or None, recompute=self.space.recompute)
             self.duals[key] = Dual(cutting, part, bubble, self._flights(stages, micros, schedule, lanes))
         return self.duals[key]
 
@@ -376,8 +376,8 @@ class _Search:
                 continue
             micros = max(self._micros(stages), default=1)
             for mesh in meshes(self.devices // stages, self.cluster, 1):
-                ground = Ground(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
-                cutting = Cutting(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
+                ground = MeshContext(self.batches, self.batches.batch // micros, self.cluster, mesh, self.options, self.chain)
+                cutting = StageCosts(ground, micros, stages, float(limit), _PRICES, self.space.recompute)
                 cutting.settle()
                 cutting.settle(-1)
                 found = least_memory(cutting, stages, [float(min(micros, stages - i)) for i in range(stages)])

@@ -21,14 +21,14 @@ from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ..cost.batch_scaling import Batches, BatchMenu
-from ..cost.reshard_cost import Prices, duals
+from ..cost.reshard_cost import ReshardCosts, duals
 from ..intra_op.formulate import Options, bucket_of, hidden, updating
 from ..ir.op_graph import Calls, Value
 from ..ir.segments import Chain, Segment
 from .min_plus import Eliminated, Factor, TooWide, eliminate
 from .option_pruning import Pairs, apart, cheapest, some, spread
 
-__all__ = ["NEVER", "QUANTITIES", "SMALL", "Ground", "Matrix", "Part", "Stored", "Weights"]
+__all__ = ["NEVER", "QUANTITIES", "SMALL", "MeshContext", "ParameterStorage", "SegmentCosts", "SegmentProblem", "Weights"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Costs = dict[str, Array]
@@ -39,7 +39,7 @@ _WIDEST: Final = 1 << 21  # entries of a table
 SMALL: Final = 1 / 64  # of the bytes of the largest value
 
 
-class Stored(NamedTuple):
+class ParameterStorage(NamedTuple):
     """How a parameter is kept: as calls of its stage see it, the stage of ZeRO (0 to 2; kept in shares altogether is a layout of its own), and as the
     optimizer sees it."""
 
@@ -66,7 +66,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class SegmentCosts:
     """For each combination of hubs' layouts, of the layout taken and of that given: the weighted cost, and what it is made of (first axis: `QUANTITIES`)."""
 
     score: Array
@@ -74,13 +74,15 @@ class Matrix:
     choice: dict[int, Array]  # node of the segment -> its option
 
 
-class Ground:
+class MeshContext:
     """A mesh of a cluster, with a batch of so many rows: what all segments of a graph share there."""
 
-    def __init__(self, batches: Batches, rows: int, cluster: Cluster, mesh: Placement, options: Options, chain: Chain, prices: Prices | None = None) -> None:
+    def __init__(
+        self, batches: Batches, rows: int, cluster: Cluster, mesh: Placement, options: Options, chain: Chain, prices: ReshardCosts | None = None
+    ) -> None:
         self.calls: Calls = batches.at(rows)
         self.cluster, self.mesh, self.options, self.chain = cluster, mesh, options, chain
-        self.prices = prices or Prices(cluster, mesh, bucket_of(self.calls))
+        self.prices = prices or ReshardCosts(cluster, mesh, bucket_of(self.calls))
         self.menu = BatchMenu(self.prices, batches, rows)
         self.seen = 1.0 - hidden(cluster, options)
         self.whole: Layout = (broadcast,) * len(mesh.shape)
@@ -88,13 +90,13 @@ class Ground:
         #: Of each hub the options, by number, that are searched together with all else.
         self.active = {h: list(range(len(options))) for h, options in self.hubs.items()}
         self._changes: dict[Any, tuple[Array, Array]] = {}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SegmentProblem] = {}
 
-    def part(self, kind: int) -> Part:
+    def part(self, kind: int) -> SegmentProblem:
         """The segments of a kind."""
         found = self._parts.get(kind)
         if found is None:
-            found = self._parts[kind] = Part(self, self.chain.segments[self.chain.first[kind]])
+            found = self._parts[kind] = SegmentProblem(self, self.chain.segments[self.chain.first[kind]])
         return found
 
     def faces(self, number: int) -> list[Layout]:
@@ -119,7 +121,7 @@ class Ground:
 
         def off(k: int) -> tuple[int, int]:
             option = options[k]
-            layout = option.layout if isinstance(option, Stored) else option
+            layout = option.layout if isinstance(option, ParameterStorage) else option
             wanted = [rows and a < many for a in range(len(layout))]
             wrong = sum((e.is_split and e.dim == 0) != w for e, w in zip(layout, wanted, strict=True)) + sum(e.is_split and e.dim != 0 for e in layout)
             return wrong, k
@@ -130,16 +132,16 @@ class Ground:
         known = {x: float(value.dtype.itemsize * self.prices.local(value.shape, x)) for x in dict.fromkeys(layouts)}
         return np.array([known[x] for x in layouts])
 
-    def given(self, value: Value) -> list[Stored] | list[Layout]:
+    def given(self, value: Value) -> list[ParameterStorage] | list[Layout]:
         """How something given may be kept."""
         layouts = self.menu.states(value, value.state != "buffer")
         fixed = self.options.fixed.get(value.path or value.name)
         layouts = list(fixed) if fixed else layouts
         if value.state != "parameter":
             return layouts
-        found = [Stored(x, 0, x) for x in layouts]
+        found = [ParameterStorage(x, 0, x) for x in layouts]
         if self.calls.training and value.grad and self.options.states:
-            found += [Stored(x, zero, y) for x in layouts if (y := self._shares(value, x)) is not None for zero in (1, 2)]
+            found += [ParameterStorage(x, zero, y) for x in layouts if (y := self._shares(value, x)) is not None for zero in (1, 2)]
         return found
 
     def _shares(self, value: Value, layout: Layout) -> Layout | None:
@@ -172,7 +174,7 @@ class Ground:
             found = self._changes[key] = there, home
         return found
 
-    def fetch(self, value: Value, kept: Sequence[Stored], wanted: Sequence[Layout]) -> Costs:
+    def fetch(self, value: Value, kept: Sequence[ParameterStorage], wanted: Sequence[Layout]) -> Costs:
         """What it costs calls that want a parameter in some layout, by how it is kept."""
         layouts = [s.layout for s in kept]
         there = np.minimum(self.prices.fetched(value.shape, value.dtype, layouts, wanted), NEVER)
@@ -200,10 +202,10 @@ class Ground:
 
 
 @dataclass
-class Part:
+class SegmentProblem:
     """One kind of segment on a ground: nodes and edges with their costs, ready to be weighted and minimised."""
 
-    ground: Ground
+    ground: MeshContext
     segment: Segment
     sizes: dict[int, int] = field(default_factory=dict)
     costs: list[Costs] = field(default_factory=list)
@@ -215,7 +217,7 @@ class Part:
     pairs: dict[int, Pairs] = field(default_factory=dict)
     #: How often there were too many options: where hubs lie as suits this segment (True), and where they lie as elsewhere.
     fewer: dict[bool, int] = field(default_factory=dict)
-    _solved: dict[Any, Matrix] = field(default_factory=dict)
+    _solved: dict[Any, SegmentCosts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         g, s = self.ground, self.segment
@@ -367,7 +369,7 @@ class Part:
 
     # Solving
 
-    def solve(self, weights: Weights, recomputed: bool = False, loose: bool = False) -> Matrix:
+    def solve(self, weights: Weights, recomputed: bool = False, loose: bool = False) -> SegmentCosts:
         """The best inside for each combination of layouts of hubs, of those that are active, and at its ends. ``recomputed``: its forward runs again in
         backward, and only what it takes is kept. ``loose``: hubs may lie here as suits this segment alone."""
         if loose and not self.hubs:
@@ -381,7 +383,7 @@ class Part:
             known = self._solved[key] = self._solve(weights, recomputed, None if loose else dict(zip(self.hubs, active, strict=True)))
         return known
 
-    def _solve(self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None) -> Matrix:
+    def _solve(self, weights: Weights, recomputed: bool, active: Mapping[int, Sequence[int]] | None) -> SegmentCosts:
         time, step, kept, activations, gathers, x, y = weights
         hides = 1.0 - self.ground.seen
         # All passes run beside gathering; the last backward pass of a step beside summing as well.
@@ -414,7 +416,7 @@ class Part:
             boundary = self.ground.bytes(value, self.options[self.taken]) if value is not None else np.zeros(1)
             parts[at["A"]] = boundary[:, None]
             score = score + activations * boundary[:, None]
-        return Matrix(np.where(score < NEVER / 10, score, np.inf), parts, choice)
+        return SegmentCosts(np.where(score < NEVER / 10, score, np.inf), parts, choice)
 
     def _least(self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None) -> tuple[Eliminated, dict[int, Sequence[int]]]:
         """Eliminate all but the ends, and the hubs that are active (None: this segment is alone); with the options, by number, that nodes have been kept to.

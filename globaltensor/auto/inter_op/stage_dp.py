@@ -18,16 +18,16 @@ import numpy as np
 
 from .min_plus import TooWide
 from .range_cost import Ranges, Table, runs
-from .segment_cost import NEVER, QUANTITIES, SMALL, Ground, Weights
+from .segment_cost import NEVER, QUANTITIES, SMALL, MeshContext, Weights
 
-__all__ = ["Cutting", "Offers", "Way", "divide", "least_memory", "total"]
+__all__ = ["StageCosts", "StageOptions", "StageVariant", "divide_into_stages", "least_memory", "total"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _AT = {q: k for k, q in enumerate(QUANTITIES)}
 _SIDES: Final = (0.5,)
 
 
-class Look(NamedTuple):
+class Weighting(NamedTuple):
     """What layouts are searched for: a price of memory, as seconds of the whole step for as much as the limit, or what is longer of what runs at the same time
     (`Weights`)."""
 
@@ -36,7 +36,7 @@ class Look(NamedTuple):
     summing: float = 0.0
 
 
-class Way(NamedTuple):
+class StageVariant(NamedTuple):
     """How a stage runs: which of the weights its layouts were found with, and how many of its segments recompute their forward."""
 
     weights: int
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Offers:
+class StageOptions:
     """Of one stage, for each pair of layouts at its ends: seconds of a micro-batch and of a step, bytes, and the way (by number) that gives them; inf where
     nothing fits."""
 
@@ -52,17 +52,17 @@ class Offers:
     step: Array
     memory: Array
     way: Array
-    ways: tuple[Way, ...]
+    ways: tuple[StageVariant, ...]
 
 
-class Cutting:
+class StageCosts:
     """Stages on one ground with a number of micro-batches: what each range of segments costs there, within a memory limit.
 
     ``prices``: of memory, as seconds of the whole step for as much as the limit; layouts are searched for each. ``recompute``: whether that is allowed.
     """
 
     def __init__(
-        self, ground: Ground, micros: int, stages: int, limit: float | None, prices: Sequence[float] = (0.0,), recompute: bool = True, hub: int = 0
+        self, ground: MeshContext, micros: int, stages: int, limit: float | None, prices: Sequence[float] = (0.0,), recompute: bool = True, hub: int = 0
     ) -> None:
         self.ground, self.micros, self.stages, self.limit, self.hub = ground, micros, stages, limit, hub
         self.kinds = ground.chain.kinds
@@ -72,32 +72,32 @@ class Cutting:
 
     def _forget(self) -> None:
         self._ranges: list[Ranges] = []
-        self._known: dict[Any, Offers] = {}
-        self._looks: list[Look] = []
+        self._known: dict[Any, StageOptions] = {}
+        self._looks: list[Weighting] = []
         self.first = self.ranges(0)
 
     @property
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[Weighting]:
         """As if memory cost nothing, and computing hid all else that can be hidden; with that not so, where it is not; then with prices on memory."""
         if not self._looks:
-            self._looks = [Look(), *self._sides(self._chain(self.first)), *map(Look, self.prices[1:])]
+            self._looks = [Weighting(), *self._sides(self._chain(self.first)), *map(Weighting, self.prices[1:])]
         return self._looks
 
-    def _sides(self, found: Table) -> list[Look]:
+    def _sides(self, found: Table) -> list[Weighting]:
         """More looks, where what is the best otherwise gathers or sums for longer than it computes."""
         where = np.unravel_index(int(found.score.argmin()), found.score.shape)
         f, b, g, r = found.parts[(slice(4), *where)].tolist()
         if self.ground.seen >= 1.0 or not math.isfinite(float(found.score.min())):
             return []
         if g > (2 * min(f, b) if b else f):
-            return [Look(0.0, x, x) for x in _SIDES]
-        return [Look(0.0, 0.0, x) for x in _SIDES] if g / 2 + r > b > 0 else []
+            return [Weighting(0.0, x, x) for x in _SIDES]
+        return [Weighting(0.0, 0.0, x) for x in _SIDES] if g / 2 + r > b > 0 else []
 
     def weights(self, k: int) -> Weights:
         """Those of the k-th look."""
-        return self._weights(self.looks[k]) if k else self._weights(Look())
+        return self._weights(self.looks[k]) if k else self._weights(Weighting())
 
-    def _weights(self, look: Look) -> Weights:
+    def _weights(self, look: Weighting) -> Weights:
         time = float(self.micros + self.stages - 1)
         if not look.price or not self.limit:
             return Weights(time, 1.0, gathering=look.gathering, summing=look.summing)
@@ -113,7 +113,7 @@ class Cutting:
             self._ranges.append(Ranges(self.ground, self.weights(len(self._ranges))))
         return self._ranges[k]
 
-    def of(self, a: int, b: int, flight: float) -> Offers:
+    def of(self, a: int, b: int, flight: float) -> StageOptions:
         """Segments a to b as one stage that holds ``flight`` micro-batches at most."""
         key = runs(self.kinds[a:b], [False] * (b - a)), flight
         found = self._known.get(key)
@@ -121,13 +121,13 @@ class Cutting:
             found = self._known[key] = self._best(self.kinds[a:b], flight)
         return found
 
-    def table(self, kinds: Sequence[int], way: Way) -> Table:
+    def table(self, kinds: Sequence[int], way: StageVariant) -> Table:
         again = [k < way.recomputed for k in range(len(kinds))]
         return self.ranges(way.weights).of(runs(kinds, again))
 
-    def _best(self, kinds: Sequence[int], flight: float) -> Offers:
+    def _best(self, kinds: Sequence[int], flight: float) -> StageOptions:
         score = best = None
-        ways: list[Way] = []
+        ways: list[StageVariant] = []
         for k, look in enumerate(self.looks):
             if look.price and score is not None and np.isfinite(score).all():
                 break  # nothing to gain from memory
@@ -148,22 +148,22 @@ class Cutting:
         assert score is not None
         assert best is not None
         gone = ~np.isfinite(score)
-        return Offers(np.where(gone, np.inf, best[0]), np.where(gone, np.inf, best[1]), best[2], best[3], tuple(ways))
+        return StageOptions(np.where(gone, np.inf, best[0]), np.where(gone, np.inf, best[1]), best[2], best[3], tuple(ways))
 
-    def _ways(self, kinds: Sequence[int], k: int, flight: float) -> list[Way]:
+    def _ways(self, kinds: Sequence[int], k: int, flight: float) -> list[StageVariant]:
         """Recomputing nothing, and as little as makes it fit, and everything where nothing does."""
-        plain = Way(k, 0)
+        plain = StageVariant(k, 0)
         if self.limit is None or not self.recompute or self._fits(kinds, plain, flight):
             return [plain]
         low, high = 0, len(kinds)
-        if not self._fits(kinds, Way(k, high), flight):
-            return [Way(k, high)]
+        if not self._fits(kinds, StageVariant(k, high), flight):
+            return [StageVariant(k, high)]
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(kinds, Way(k, middle), flight) else (middle, high)
-        return [plain, Way(k, high)]
+            low, high = (low, middle) if self._fits(kinds, StageVariant(k, middle), flight) else (middle, high)
+        return [plain, StageVariant(k, high)]
 
-    def _fits(self, kinds: Sequence[int], way: Way, flight: float) -> bool:
+    def _fits(self, kinds: Sequence[int], way: StageVariant, flight: float) -> bool:
         found = self.table(kinds, way)
         memory = held(found.parts[:, self.hub], flight)
         best = np.unravel_index(int(found.score[self.hub].argmin()), memory.shape)
@@ -172,7 +172,7 @@ class Cutting:
     def evenly(self, gathers: float = 1.0, sides: bool = False) -> float:
         """Seconds if all stages took as long, whatever the hubs and the memory. ``gathers``: what part of gathering parameters counts. ``sides``: where that is
         longer than computing, it is looked at whether all could do better at once."""
-        found = self._chain(self._loose(Look(), gathers))
+        found = self._chain(self._loose(Weighting(), gathers))
         others = self._sides(found) if sides else []
         least = max([float(found.score.min()), *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others)])
         return least / self.stages if all(self.ground.part(k).sound for k in set(self.kinds)) else 0.0
@@ -181,7 +181,7 @@ class Cutting:
         """A bound of `evenly`, kind of segments by kind, those first of which there are many for their size, until it is ``enough``. ``ideals``: the least
         seconds of a micro-batch of each kind, for those that have not been looked at."""
         time, counts = self.micros + self.stages - 1, Counter(self.kinds)
-        ranges, segments = self._loose(Look(), 1.0), self.ground.chain
+        ranges, segments = self._loose(Weighting(), 1.0), self.ground.chain
         total = time * sum(n * ideals[kind] for kind, n in counts.items())
         for kind in sorted(counts, key=lambda k: len(segments.segments[segments.first[k]].calls) / counts[k]):
             score = float(ranges.of(((kind, False, 1),)).score.min())
@@ -191,7 +191,7 @@ class Cutting:
                 break
         return total / self.stages
 
-    def _loose(self, look: Look, gathers: float) -> Ranges:
+    def _loose(self, look: Weighting, gathers: float) -> Ranges:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
 
     def settle(self, k: int = 0) -> None:
@@ -255,7 +255,7 @@ def total(times: Sequence[float], steps: Sequence[float], transfers: Sequence[fl
     return sum(times) + max((micros - 1) * t + u for t, u in zip(times, steps, strict=True)) + sum(transfers)
 
 
-def least_memory(cutting: Cutting, stages: int, flights: Sequence[float]) -> float:
+def least_memory(cutting: StageCosts, stages: int, flights: Sequence[float]) -> float:
     """The least limit under which a stage that has its part of the chain would fit, recomputing all, at the highest price of memory."""
     k = len(cutting.looks) - 1
     size = -(-len(cutting.kinds) // stages)
@@ -263,7 +263,7 @@ def least_memory(cutting: Cutting, stages: int, flights: Sequence[float]) -> flo
     for i in range(stages):
         kinds = cutting.kinds[i * size : (i + 1) * size]
         if kinds:
-            found = [cutting.table(kinds, Way(k, r)) for r in ({0, len(kinds)} if cutting.recompute else {0})]
+            found = [cutting.table(kinds, StageVariant(k, r)) for r in ({0, len(kinds)} if cutting.recompute else {0})]
             worst = max(worst, min(float(held(t.parts[:, cutting.hub], flights[i]).min()) for t in found))
     return worst
 
@@ -271,7 +271,7 @@ def least_memory(cutting: Cutting, stages: int, flights: Sequence[float]) -> flo
 # ---------------------------------------------------------------------------------------------------------------- dynamic programming
 
 
-class Found(NamedTuple):
+class StageDivision(NamedTuple):
     """Where to cut (0 and the number of segments included), the layouts there by number, and the modelled time."""
 
     cuts: tuple[int, ...]
@@ -279,10 +279,10 @@ class Found(NamedTuple):
     cost: float
 
 
-def divide(
-    segments: int, stages: int, micros: int, stage: Callable[[int, int, int], Offers], transfer: Callable[[int, int], Array],
+def divide_into_stages(
+    segments: int, stages: int, micros: int, stage: Callable[[int, int, int], StageOptions], transfer: Callable[[int, int], Array],
     loads: Sequence[float] | None = None, slack: float = 1.15, faces: Callable[[int], Sequence[int]] | None = None,
-) -> Found | None:  # fmt: skip
+) -> StageDivision | None:  # fmt: skip
     """The best cut of ``segments`` in a row into ``stages``; None where none fits.
 
     ``stage(i, a, b)`` tells of segments a to b as stage i; ``transfer(i, b)`` seconds for what crosses from stage i at cut b, by its layout. ``loads``: what
@@ -323,7 +323,7 @@ def divide(
     if best is None:
         return None
     own = tuple(f if faces is None or c in (0, segments) else list(faces(c))[f] for c, f in zip(best[1], best[2], strict=True))
-    return Found(best[1], own, best[0])
+    return StageDivision(best[1], own, best[0])
 
 
 def _pairs(segments: int, stages: int, loads: Sequence[float] | None, slack: float) -> list[tuple[int, int, int]]:

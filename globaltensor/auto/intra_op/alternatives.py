@@ -20,7 +20,7 @@ import numpy as np
 
 from ...boxing.moves import Layout, show_bytes
 from ..ir.op_graph import Value
-from ..plan.plan import Change, Other
+from ..plan.plan import LayoutChange, OtherChoice
 from ..solver import EXACT
 from .formulate import Formulation, hidden
 from .layout_changes import Changes, Kind, short
@@ -91,8 +91,8 @@ class _Place(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """An `Other` without names. ``changed``: (place among the nodes, strategy); ``kind``: the change of layout that makes the difference, if one does, of the
-    value at that place."""
+    """An `OtherChoice` without names. ``changed``: (place among the nodes, strategy); ``kind``: the change of layout that makes the difference, if one does, of
+    the value at that place."""
 
     takes: tuple[tuple[str, ...], ...]
     gives: tuple[tuple[str, ...], ...]
@@ -121,7 +121,7 @@ class Responses:
         """The sum that is not ``f``'s. Mostly it is so far behind that nobody asks for it."""
         return Sums(self.f.turned(), self.choice)
 
-    def of_call(self, number: int) -> tuple[Other, ...]:
+    def of_call(self, number: int) -> tuple[OtherChoice, ...]:
         """Other ways to run a call, the cheapest first, of each way its results may lie no more than one."""
         f, call, node = self.f, self.f.calls.calls[number], self.f.node_of_call[number]
         found = f.candidates[number]
@@ -138,7 +138,7 @@ class Responses:
 
         return self._others(("call", id(found), tuple(map(place.values.index, (*call.operands, *call.outs))), self._star_of(node)), make, place)
 
-    def of_value(self, value: Value) -> tuple[Other, ...]:
+    def of_value(self, value: Value) -> tuple[OtherChoice, ...]:
         """Other ways for something given to lie, the cheapest first. Where one call takes it, that call follows."""
         f, node = self.f, self.f.node_of_value[value.number]
         takers = list(self.sums.beside.get(node, ()))
@@ -175,19 +175,19 @@ class Responses:
         others = tuple((mark, self.choice[b]) for b, mark in marks.items() if b != without)
         return id(self.f.problem.costs[node]), id(self.f.layouts[node]), self.choice[node], self.changes.situation(self.value_at[node]), others
 
-    def _others(self, key: Hashable, make: Callable[[], Iterator[_Told]], place: _Place) -> tuple[Other, ...]:
+    def _others(self, key: Hashable, make: Callable[[], Iterator[_Told]], place: _Place) -> tuple[OtherChoice, ...]:
         """The first few of what ``make`` tells, with the names of this place. Of places that are alike (``key``) the first is asked."""
         key = key, tuple(self.changes.situation(self.f.calls.values[v]) for v in place.values)
         if key not in self._known:
             self._known[key] = list(itertools.islice(make(), _LISTED))
         return tuple(self._named(told, place) for told in self._known[key])
 
-    def _named(self, told: _Told, place: _Place) -> Other:
+    def _named(self, told: _Told, place: _Place) -> OtherChoice:
         because = told.because
         if told.kind is not None:
             because = moved(self.changes.named(told.kind, self.f.calls.values[place.values[told.value]]))
         grown = self._growth({place.nodes[i]: k for i, k in told.changed})
-        return Other(told.takes, told.gives, told.extra, grown, because)
+        return OtherChoice(told.takes, told.gives, told.extra, grown, because)
 
     # Costs
 
@@ -380,7 +380,7 @@ def _moving(before: Sequence[Kind], after: Sequence[Kind]) -> tuple[float, Kind 
     return (more, max(new, key=lambda k: k.seconds)) if new else (0.0, None)
 
 
-def moved(change: Change) -> str:
+def moved(change: LayoutChange) -> str:
     """What a change of layout moves, in words.
 
     >>> moved(Change("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))

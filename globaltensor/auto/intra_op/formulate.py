@@ -24,8 +24,8 @@ from ..._tensor.gradients.reducer import BUCKET_BYTES
 from ...boxing.moves import Layout, gathers
 from ...cluster import Cluster
 from ...sharding.placement import Placement
-from ..cost.reshard_cost import Prices, duals
-from ..cost.strategies import Candidates, Menu
+from ..cost.reshard_cost import ReshardCosts, duals
+from ..cost.strategies import StrategyBuilder, StrategyTable
 from ..ir.op_graph import Calls, Value
 from ..solver import Problem, solve
 
@@ -69,12 +69,12 @@ class Options:
     freed: bool = False
 
 
-class Known:
+class FormulationCache:
     """What formulations of the same calls on the same mesh share: candidates of calls, and tables of prices, with the lists that they are of."""
 
     def __init__(self, cluster: Cluster, mesh: Placement, training: bool, bucket: int = 0, gathered: int = 0) -> None:
-        self.prices = Prices(cluster, mesh, bucket, gathered)
-        self.menu = Menu(self.prices, training)
+        self.prices = ReshardCosts(cluster, mesh, bucket, gathered)
+        self.menu = StrategyBuilder(self.prices, training)
         self.tables: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
 
@@ -85,14 +85,14 @@ class Formulation:
     calls: Calls
     mesh: Placement
     options: Options
-    prices: Prices
+    prices: ReshardCosts
     problem: Problem
-    candidates: dict[int, Candidates]  # of each call that has a node
+    candidates: dict[int, StrategyTable]  # of each call that has a node
     node_of_call: dict[int, int]
     node_of_value: dict[int, int]
     layouts: dict[int, list[Pair]]  # node of a value -> its strategies
     copies: dict[int, Array]  # node of a parameter -> bytes that autograd keeps of what was gathered, by its strategies
-    known: Known
+    known: FormulationCache
 
     def made(self, value: Value, choice: Sequence[int]) -> Layout:
         """How a value lies where it is made, or given."""
@@ -159,19 +159,19 @@ def gathered_of(calls: Calls) -> int:
     return min(GATHERED_BYTES, sum(v.nbytes for v in calls.parameters))
 
 
-def formulate(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, known: Known | None = None) -> Formulation:
+def formulate(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, known: FormulationCache | None = None) -> Formulation:
     """The problem of one mesh. ``known``: of another formulation with the same computation weight and calls."""
-    return _Builder(calls, mesh, options, known or Known(cluster, mesh, calls.training, bucket_of(calls), gathered_of(calls))).build()
+    return _Builder(calls, mesh, options, known or FormulationCache(cluster, mesh, calls.training, bucket_of(calls), gathered_of(calls))).build()
 
 
 class _Builder:
-    def __init__(self, calls: Calls, mesh: Placement, options: Options, known: Known) -> None:
+    def __init__(self, calls: Calls, mesh: Placement, options: Options, known: FormulationCache) -> None:
         self.calls, self.mesh, self.options, self.known = calls, mesh, options, known
         self.prices, self.menu, self.tables = known.prices, known.menu, known.tables
         hides = hidden(known.prices.cluster, options)
         self.seen, self.back = 1.0 - hides * (1.0 - options.summing), 1.0 - hides * options.summing
         self.problem = Problem("sbp", options.memory)
-        self.candidates: dict[int, Candidates] = {}
+        self.candidates: dict[int, StrategyTable] = {}
         self.node_of_call: dict[int, int] = {}
         self.node_of_value: dict[int, int] = {}
         self.layouts: dict[int, list[Pair]] = {}
@@ -241,7 +241,7 @@ class _Builder:
                 usage.append((self._kept(number), self._bytes(value, found.ins[k])))
         self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
 
-    def _costs(self, found: Candidates) -> Array:
+    def _costs(self, found: StrategyTable) -> Array:
         own = np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
         return np.asarray(self.options.computation * (found.forward + self.back * found.backward) + own)
 

@@ -10,7 +10,7 @@ from ...boxing.moves import MOVES, Layout
 from ...sharding.sbp import broadcast
 from ..cost.reshard_cost import Routes, duals
 from ..ir.op_graph import Value
-from ..plan.plan import Change
+from ..plan.plan import LayoutChange
 from .formulate import Formulation
 
 __all__ = ["Changes", "Kind", "collectives", "name_of", "short"]
@@ -21,7 +21,7 @@ _LOCAL: Final = ("slice", "pad", "mask")
 class Kind(NamedTuple):
     """A change but for its names. ``takers``: positions among the calls that take the value."""
 
-    change: Change
+    change: LayoutChange
     takers: tuple[int, ...]
 
     @property
@@ -42,11 +42,11 @@ class Changes:
         self._outputs = frozenset(f.calls.outputs)
         self._takers: dict[int, list[tuple[int, int]]] = {}  # of a value: each call that takes it, as which operand
 
-    def of(self, value: Value, choice: Sequence[int]) -> list[Change]:
+    def of(self, value: Value, choice: Sequence[int]) -> list[LayoutChange]:
         """With names."""
         return [self.named(kind, value) for kind in self.kinds(value, choice)]
 
-    def named(self, kind: Kind, value: Value) -> Change:
+    def named(self, kind: Kind, value: Value) -> LayoutChange:
         calls, takers = self.f.calls.calls, self.takers(value)
         return dataclasses.replace(kind.change, value=name_of(value), taker=" ".join(calls[takers[i][0]].name for i in kind.takers) or "output")
 
@@ -129,7 +129,7 @@ class Changes:
             return ()
         outs = self._outs(value)
         forward = float(self.f.prices.settled(value.shape, value.dtype, [made], self._routes(value, outs, outs))[0])
-        return (Kind(Change("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
+        return (Kind(LayoutChange("", "", short(made), short(whole), forward, 0.0, value.nbytes, collectives(made, whole), ""), ()),)
 
     def _kind(self, value: Value, src: Layout, dst: Layout, takers: Sequence[int], routes: Routes, leaf: bool | None = None) -> Kind:
         prices, own = self.f.prices, value.state == "parameter" if leaf is None else leaf
@@ -145,7 +145,9 @@ class Changes:
                 back = " + ".join(filter(None, [on_the_way, collectives(duals(src), src)])) if prices.summed(src) else collectives(duals(dst), src)
             else:
                 backward, back = float(seconds[numbers[duals(dst)], numbers[duals(src)]]), collectives(duals(dst), duals(src))
-        return Kind(Change("", "", short(src), short(dst), forward, backward, value.nbytes, collectives(src, dst), back if backward else ""), tuple(takers))
+        return Kind(
+            LayoutChange("", "", short(src), short(dst), forward, backward, value.nbytes, collectives(src, dst), back if backward else ""), tuple(takers)
+        )
 
 
 def collectives(src: Layout, dst: Layout) -> str:

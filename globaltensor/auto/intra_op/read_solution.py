@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...boxing.moves import Layout
 from ..cost.rule_failures import lost_by
 from ..ir.op_graph import Value
-from ..plan.plan import Change, Given, Plan, PlannedCall
+from ..plan.plan import LayoutChange, PlacedTensor, Plan, PlannedCall
 from ..solver import Solution
 from .alternatives import Responses
 from .formulate import Formulation, hidden
@@ -57,7 +57,7 @@ class _Sides(NamedTuple):
     behind: float
 
 
-def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[Change]) -> _Sides:
+def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange]) -> _Sides:
     parameters = {name_of(v) for v in f.calls.parameters}
     aside = sum(c.backward for c in changes if c.value in parameters)
     back = sum(c.backward for c in changes) - aside
@@ -69,7 +69,7 @@ def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[Change]) -> 
 
 
 def _spent(
-    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[Change], sides: _Sides
+    f: Formulation, choice: Sequence[int], total: float, planned: Sequence[PlannedCall], changes: Sequence[LayoutChange], sides: _Sides
 ) -> dict[str, float]:
     """What the cost is made of, in seconds: computing and moving with what of it is hidden, which is taken off, and the optimizer's step."""
     spent = {
@@ -90,7 +90,7 @@ def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
     return made is not None and copy is not None and f.twice(value, made, copy)
 
 
-def _held(f: Formulation, choice: Sequence[int], given: Sequence[Given], peak: int) -> dict[str, int]:
+def _held(f: Formulation, choice: Sequence[int], given: Sequence[PlacedTensor], peak: int) -> dict[str, int]:
     """What the memory at its peak is made of, in bytes a rank. What is gathered for the moment counts as activations do."""
     trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
     parameters = sum(g.bytes for g in given if g.kind == "parameter")
@@ -107,7 +107,7 @@ def _local(f: Formulation, value: Value, layout: Layout) -> int:
     return value.dtype.itemsize * f.prices.local(value.shape, layout)
 
 
-def _given(f: Formulation, value: Value, choice: Sequence[int], responses: Responses) -> Given:
+def _given(f: Formulation, value: Value, choice: Sequence[int], responses: Responses) -> PlacedTensor:
     layout = f.made(value, choice)
     others, held = responses.of_value(value), _local(f, value, layout)
-    return Given(name_of(value), value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held, others)
+    return PlacedTensor(name_of(value), value.state, value.shape, str(value.dtype).removeprefix("torch."), short(layout), held, others)

@@ -12,19 +12,19 @@ from ...boxing.moves import Layout, show_bytes
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast, split
-from ..cost.strategies import fills
-from ..gc_pause import uncollected
+from ..cost.strategies import gives_every_rank_data
+from ..gc_pause import gc_paused
 from ..ir.op_graph import Calls
 from ..plan.plan import Alternative, Plan, PlanError
-from ..solver import STOP, Larger, Solution, solve
+from ..solver import STOP, MinimaxSolver, Solution, solve
 from .formulate import Formulation, Options, formulate, hidden
 from .layout_changes import Changes, short
 from .read_solution import read_plan
 
-__all__ = ["Found", "compare", "data_parallel", "glance", "priced", "search", "told_by"]
+__all__ = ["SearchResult", "binding_formulation", "compare", "data_parallel", "glance", "price_layouts", "search"]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """A plan, the problem it solves, and the choice that it is."""
 
     plan: Plan
@@ -43,7 +43,7 @@ _CLOSE = 1e-5  # a gap between cost and bound at which it may stop
 _NEAR, _NEAR_OF_LARGE = 1e-3, 2e-3  # the same for what is but compared; and for a large problem's weights
 
 
-@uncollected()
+@gc_paused()
 def search(
     calls: Calls,
     cluster: Cluster,
@@ -54,7 +54,7 @@ def search(
     agreed: Callable[[Solution], Solution] = lambda solution: solution,
     compared: bool = True,
     turns: int | None = None,
-) -> Found:
+) -> SearchResult:
     """The best plan on this mesh. ``seconds``: stop after so long with the best so far, what is priced beside it included. ``recipes``: name -> {path: layouts}
     of other ways to price; with ``compared=False`` none are, nor data parallelism. ``turns``: how often at most to solve again where gradients take longer than
     what they hide behind. ``agreed``: of what each rank has found, what all take: where time runs out they may differ. Raises PlanError where no plan fits into
@@ -74,10 +74,10 @@ def search(
     left_out = sum(found.left_out for found in formulation.candidates.values())
     if left_out:
         told["left_out_ways"] = f"{left_out} ways to run calls left out, too many for one call"
-    return Found(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
+    return SearchResult(dataclasses.replace(plan, alternatives=others, search=told), by, solution.choice)
 
 
-@uncollected()
+@gc_paused()
 def glance(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, seconds: float | None = None) -> float:
     """What no plan on this mesh costs less than, by few solutions. inf: none fits into the memory."""
     solution, _ = _within(formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0)
@@ -124,14 +124,14 @@ def _solved(
     end = time.perf_counter() + seconds
     # Without turns it is a glance: nobody asks what memory would do.
     first = agreed(solve(formulation.problem, seconds=seconds, gap=_CLOSE if turns == _TURNS else _NEAR, least=turns > 0, below=below))
-    if not first.feasible or not exposed(formulation, first.choice):
+    if not first.feasible or not gradient_traffic_exposed(formulation, first.choice):
         return first, formulation
     turned, large, limit = formulation.turned(), len(first.choice) > _LARGE, formulation.problem.usage_limit
     near = near or (_NEAR_OF_LARGE if large else STOP if limit is None else _CLOSE)
     order = [formulation.node_of_call[call] for call in sorted(formulation.node_of_call)]
     most = min(turns, _TURNS_OF_LARGE if large else (_WORK if limit is None else _WORK_WITHIN) // len(first.choice))
     proving = not large and near < _NEAR
-    larger = Larger((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), proving, below)
+    larger = MinimaxSolver((formulation.problem, turned.problem), order, first, near, most, end - time.perf_counter(), proving, below)
     larger.run(lambda choice: within is None or formulation.problem.peak(choice) <= within)
     best = larger.best
     found = dataclasses.replace(first, choice=list(best.whole), cost=best.cost, bound=min(best.cost, larger.bound), log=first.log | larger.log)
@@ -140,14 +140,14 @@ def _solved(
     return dataclasses.replace(found, peak=by.problem.peak(found.choice or ())), by
 
 
-def told_by(formulation: Formulation, choice: Sequence[int]) -> Formulation:
+def binding_formulation(formulation: Formulation, choice: Sequence[int]) -> Formulation:
     """The formulation by which a choice costs what it does: whichever has it cost more, gradients hidden behind the backward pass or this behind them."""
     if not hidden(formulation.prices.cluster, formulation.options):
         return formulation
     return max(formulation, formulation.turned(), key=lambda f: float(f.problem.evaluate(choice)))
 
 
-def exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
+def gradient_traffic_exposed(formulation: Formulation, choice: Sequence[int]) -> bool:
     """Whether the traffic of gradients takes longer than all of the backward pass, of which some would hide it."""
     f = formulation
     if not f.calls.training or not hidden(f.prices.cluster, f.options):
@@ -169,16 +169,16 @@ def compare(formulation: Formulation, ways: Mapping[str, Mapping[str, tuple[Layo
     started, found = time.perf_counter(), {}
     for k, (name, fixed) in enumerate(ways.items()):
         left = _COMPARED if seconds is None else max(0.0, started + seconds - time.perf_counter()) / (len(ways) - k)
-        found[name] = priced(formulation, fixed, left)
+        found[name] = price_layouts(formulation, fixed, left)
     return found
 
 
-def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED) -> Alternative:
+def price_layouts(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED) -> Alternative:
     """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``. Of a problem that is not small, where gradients take
     longer than the backward pass what shows of them is added to the best if they did not; it is said then that this is at most what it costs."""
     calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
     for v in calls.states():
-        if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
+        if v.state == "input" and any(not gives_every_rank_data(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):
             return Alternative(math.inf, 0, False, f"{v.name} {list(v.shape)} has fewer rows than there are ranks")
     end = time.perf_counter() + seconds
     found = formulation.under(memory=None, fixed={**fixed, **options.fixed}, freed=False, summing=0.0)

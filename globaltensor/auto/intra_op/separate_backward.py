@@ -20,7 +20,7 @@ from ...boxing.moves import Layout
 from ...sharding.sbp import broadcast, partial_sum
 from ..cost.reshard_cost import duals
 from ..ir.op_graph import Call, Value
-from .formulate import Formulation, Known, bucket_of, formulate, gathered_of, hidden
+from .formulate import Formulation, FormulationCache, bucket_of, formulate, gathered_of, hidden
 
 __all__ = ["Unfolded"]
 
@@ -63,7 +63,7 @@ class Unfolded:
             raise ValueError("only a training step can be unfolded, without a limit of memory and without a wait for each change")
         self.folded = folded
         cluster, calls = folded.prices.cluster, folded.calls
-        known = Known(cluster, folded.mesh, False, bucket_of(calls), gathered_of(calls))
+        known = FormulationCache(cluster, folded.mesh, False, bucket_of(calls), gathered_of(calls))
         self.forward = formulate(dataclasses.replace(calls, training=False), cluster, folded.mesh, folded.options, known)
         self.prices, self.problem = known.prices, self.forward.problem
         self.seen = 1.0 - hidden(cluster, folded.options)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..._ops.rules import RULES, Arg, Op
+from ..._ops.rules import RULES, Arg, OpDescription
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from ..cost.rule_failures import Losses, describe
+from ..cost.rule_failures import RuleFailures, describe
 from .op_graph import Call, Value
 
 __all__ = ["Work", "work_of"]
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     backward: float
 
 
-def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: Losses | None = None) -> Work:
+def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: RuleFailures | None = None) -> Work:
     """The work of a call by its index notation: of a contraction two operations for each combination of its indices; of the rest what it reads and writes.
     ``losses``: takes note of an error of its rule, by which it counts as no contraction."""
     operands, outs = [values[v] for v in call.operands], [values[v] for v in call.outs]
@@ -50,19 +50,19 @@ def work_of(call: Call, values: Sequence[Value] | Mapping[int, Value], losses: L
         return Work(4.0 * math.prod(q) * k[-2] * causal, False, 2.5 if trained else 0.0)
     if call.func in _CONVOLUTIONS and len(operands) > 1:
         return Work(2.0 * math.prod(outs[0].shape) * math.prod(operands[1].shape[1:]), False, float(min(trained, 2)))
-    flops, factors = _contraction(call, operands, Losses() if losses is None else losses)
+    flops, factors = _contraction(call, operands, RuleFailures() if losses is None else losses)
     backward = float(sum(v.grad for i, v in enumerate(operands) if i in factors and len(v.shape) > 1)) if flops else 1.5
     return Work(flops, False, backward if trained else 0.0)
 
 
-def _contraction(call: Call, operands: Sequence[Value], losses: Losses) -> tuple[float, Sequence[int]]:
+def _contraction(call: Call, operands: Sequence[Value], losses: RuleFailures) -> tuple[float, Sequence[int]]:
     """(operations, the operands that are multiplied) of an op that sums products over some of its indices: two for each combination of the indices of a
     product of two, of more from the left to the right, as torch goes. 0 operations for others."""
     rule = RULES.get(call.func)
     if rule is None or len(operands) < 2:
         return 0.0, ()
     specs = [Spec.make(v.shape, v.dtype, _ONE, broadcast) for v in operands]
-    op = Op([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
+    op = OpDescription([Arg(i, s) for i, s in enumerate(specs)], function=call.func)
     try:
         if not describe(rule, op, call.args, call.kwargs):
             return 0.0, ()

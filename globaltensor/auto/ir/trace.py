@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
-from ...graph.capture.capture import Captured, capture
+from ...graph.capture.capture import CaptureResult, capture
 from ...graph.capture.module_hooks import watched
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
@@ -134,5 +134,5 @@ def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
     return GlobalTensor.wrap(local, Spec.make(t.shape, t.dtype, one, broadcast))
 
 
-def _read(captured: Captured, kept: dict[int, list[torch.Tensor]], paths: dict[str, str], stands: Mapping[int, torch.Tensor] | None = None) -> Calls:
+def _read(captured: CaptureResult, kept: dict[int, list[torch.Tensor]], paths: dict[str, str], stands: Mapping[int, torch.Tensor] | None = None) -> Calls:
     return read(captured.logical, captured.logical_constants, kept, paths, stands)

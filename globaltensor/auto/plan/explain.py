@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from ...boxing.moves import show_bytes
 from ..intra_op.alternatives import moved
 from .formatting import folded, pattern, patterns, seconds
-from .plan import Change, Given, Layout, Other, Plan, PlanError, PlannedCall
+from .plan import Layout, LayoutChange, OtherChoice, PlacedTensor, Plan, PlanError, PlannedCall
 
 __all__ = ["explain", "why"]
 
@@ -38,7 +38,7 @@ def explain(plan: Plan, path: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- finding
 
 
-def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[Given]]:
+def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
     """Calls and given tensors of this exact name; else of this module; else of this pattern."""
     exact = [c for c in plan.calls if c.name == path], [g for g in plan.given if g.name == path]
     if any(exact):
@@ -79,7 +79,7 @@ def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T
 # ----------------------------------------------------------------------------------------------------------------- telling
 
 
-def _given(plan: Plan, alike: Sequence[Given]) -> str:
+def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
     g = alike[0]
     name = folded([a.name for a in alike], patterns(a.name for a in plan.given))
     several = f" ({len(alike)} alike)" if len(alike) > 1 else ""
@@ -106,13 +106,13 @@ def _work(c: PlannedCall) -> str:
     return f"computes {share} on each rank: {', '.join(times)}" if times else "looks at what it takes in another way, computes nothing"
 
 
-def _moves(changes: Sequence[Change]) -> Iterable[str]:
+def _moves(changes: Sequence[LayoutChange]) -> Iterable[str]:
     for c in changes:
         both = f" + {seconds(c.backward)}" if c.backward and c.forward else ""
         yield f"{moved(c)}: {seconds(c.forward or c.backward)}{both}"
 
 
-def why(plan: Plan, others: Sequence[Other], chosen: str) -> list[str]:
+def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
     """What other ways would cost, a line each.
 
     >>> plan = Plan("generic", (2,), 1.0, 1.0, 1.0, 900, 1000, True, (), (), ())
@@ -129,11 +129,11 @@ def why(plan: Plan, others: Sequence[Other], chosen: str) -> list[str]:
     return [f"    why {chosen}", *(f"      {way:{wide}} instead  {_price(plan, o)}" for way, o in zip(ways, others, strict=True))]
 
 
-def _way(other: Other) -> str:
+def _way(other: OtherChoice) -> str:
     return ", ".join(map(_lies, other.gives))
 
 
-def _price(plan: Plan, other: Other) -> str:
+def _price(plan: Plan, other: OtherChoice) -> str:
     grown = f", {show_bytes(abs(other.memory))} a rank {'more' if other.memory > 0 else 'less'}" if other.memory else ""
     over = plan.limit is not None and plan.memory + other.memory > plan.limit
     grown += ", which does not fit" if over else ""

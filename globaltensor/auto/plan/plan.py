@@ -14,7 +14,7 @@ from ..._base.writable_path import write_text
 from ...errors import GlobalTensorError
 from ..solver import proven
 
-__all__ = ["Alternative", "Change", "Given", "Lost", "Other", "Plan", "PlanError", "PlannedCall"]
+__all__ = ["Alternative", "LayoutChange", "Lost", "OtherChoice", "PlacedTensor", "Plan", "PlanError", "PlannedCall"]
 
 VERSION: Final = 1
 Layout = tuple[str, ...]  # one entry for each axis of the mesh, as printed: S(0), B, P
@@ -25,7 +25,7 @@ class PlanError(GlobalTensorError):
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """A change of layout between where a tensor is made and a call that takes it (``taker``; several where they share it, joined by spaces; "output" for
     whoever gets a result). Seconds of the forward pass and of the gradient's way back, and the collectives that each is; ``bytes`` of the whole tensor. Where
     ``src`` is ``dst`` only the gradient moves: that of a parameter which several ranks hold is summed. If a parameter is gathered again in backward,
@@ -52,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherChoice:
     """Another way to run a call, or for something given to lie, the rest of the plan as it is but for the tensors beside it, which follow. ``extra``: seconds a
     step that it costs more (less than 0: the memory limit or a bound on the search's time is why it was not taken), ``memory``: bytes a rank that the peak
     grows, ``because``: what makes the difference."""
@@ -81,14 +81,14 @@ class PlannedCall:
     backward: float
     moving: float
     share: float
-    others: tuple[Other, ...] = ()
+    others: tuple[OtherChoice, ...] = ()
     bytes: int = 0  # what one rank holds of the results
     number: int = -1  # the time at which it runs, in ``Plan.over_time``; its backward runs at ``Plan.moments`` less this
     again: bool = False  # whether it is recomputed in backward
 
 
 @dataclass(frozen=True)
-class Given:
+class PlacedTensor:
     """A parameter, buffer or input: ``kind`` is which, ``bytes`` what one rank holds of it."""
 
     name: str
@@ -97,7 +97,7 @@ class Given:
     dtype: str
     layout: Layout
     bytes: int
-    others: tuple[Other, ...] = ()  # each ``takes`` nothing and ``gives`` one layout
+    others: tuple[OtherChoice, ...] = ()  # each ``takes`` nothing and ``gives`` one layout
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Plan:
     memory: int
     limit: int | None
     training: bool
-    given: tuple[Given, ...]
+    given: tuple[PlacedTensor, ...]
     calls: tuple[PlannedCall, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[LayoutChange, ...]
     alternatives: dict[str, Alternative] = field(default_factory=dict)
     over_time: tuple[tuple[int, int], ...] = ()  # (time, bytes a rank from then on): calls forward are 0, 1, ..., backward goes on from there
     #: What else was chosen: stages, micro-batches, recomputation, ZeRO; "freed": gathered parameters are let go of, and gathered again in backward.
@@ -224,12 +224,13 @@ def _tuples(value: Any) -> Any:
 
 def _records(kind: Any) -> Any:
     def read(value: Any) -> Any:
-        return tuple(kind(**{k: _records(Other)(v) if k == "others" else _tuples(v) for k, v in record.items()}) for record in value)
+        return tuple(kind(**{k: _records(OtherChoice)(v) if k == "others" else _tuples(v) for k, v in record.items()}) for record in value)
 
     return read
 
 
 _READ: Final = {
-    "mesh": _tuples, "over_time": _tuples, "given": _records(Given), "calls": _records(PlannedCall), "changes": _records(Change), "lost": _records(Lost),
+    "mesh": _tuples, "over_time": _tuples, "given": _records(PlacedTensor), "calls": _records(PlannedCall), "changes": _records(LayoutChange),
+    "lost": _records(Lost),
     "alternatives": lambda value: {name: Alternative(**{**a, "cost": math.inf if a["cost"] is None else a["cost"]}) for name, a in value.items()},
 }  # fmt: skip

@@ -11,7 +11,7 @@ from ...boxing.moves import show_bytes
 from ..solver import proven
 from .choices_text import besides, lying, stages
 from .formatting import folded, part, pattern, patterns, seconds, table
-from .plan import Alternative, Change, Given, Plan, PlannedCall
+from .plan import Alternative, LayoutChange, PlacedTensor, Plan, PlannedCall
 
 __all__ = ["folded_changes", "headline", "label", "losses", "proof", "report", "summary"]
 
@@ -139,9 +139,9 @@ def _parameters(plan: Plan) -> list[str]:
     return [*([head, *_lying(parameters)] if parameters else []), *(["inputs and buffers", *_lying(rest)] if rest else [])]
 
 
-def _lying(given: Sequence[Given]) -> list[str]:
+def _lying(given: Sequence[PlacedTensor]) -> list[str]:
     names = patterns(g.name for g in given)
-    groups: dict[Hashable, list[Given]] = defaultdict(list)
+    groups: dict[Hashable, list[PlacedTensor]] = defaultdict(list)
     for g in given:
         groups[pattern(g.name), g.shape, g.dtype, g.layout].append(g)
     rows = []
@@ -160,10 +160,10 @@ def label(plan: Plan) -> Mapping[str, str]:
     return {c.name: f"{c.module} {c.function}".strip() for c in plan.calls}
 
 
-def folded_changes(plan: Plan) -> list[tuple[list[Change], str, str]]:
+def folded_changes(plan: Plan) -> list[tuple[list[LayoutChange], str, str]]:
     """(changes that are alike, what changes, what takes it), the dearest first."""
     names = label(plan)
-    groups: dict[Hashable, list[Change]] = defaultdict(list)
+    groups: dict[Hashable, list[LayoutChange]] = defaultdict(list)
     for c in plan.changes:
         who = pattern(names.get(c.value, c.value)), pattern(names.get(c.first, c.first))
         groups[(*who, c.src, c.dst, c.bytes, c.there, c.back, round(c.forward, 12), round(c.backward, 12))].append(c)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..._tensor.gradients.flat_buffers import keep_let_go_memory
-from ...distributed.communicator import Comm
+from ..._tensor.gradients.flat_buffers import keep_freed_memory
+from ...distributed.communicator import Communicator
 from ...distributed.world import World, world
 
 __all__ = ["Case", "Clock"]
@@ -39,10 +39,10 @@ class Clock:
     """The clock of one rank; every rank must ask for the same cases in the same order. ``hurried``: one round is enough."""
 
     def __init__(self, device: torch.device, hurried: bool = False) -> None:
-        keep_let_go_memory()  # as a training step does
+        keep_freed_memory()  # as a training step does
         self.device, self.hurried = device, hurried
         self.world: World = world()
-        self.everyone: Comm = self.world.comm(tuple(range(self.world.size)))
+        self.everyone: Communicator = self.world.comm(tuple(range(self.world.size)))
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Elementwise maximum over the ranks."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...cluster import Curve
-from ...distributed.communicator import Comm
+from ...distributed.communicator import Communicator
 from ...distributed.world import World
-from ...sharding.spec import pieces
+from ...sharding.spec import balanced_split
 from .clock import Case, Clock
 
 __all__ = ["constants", "groups_of", "measure_moves", "measure_overlap", "measure_skew"]
@@ -184,8 +184,8 @@ class _Bench:
         self.data(nbytes).fill_(1.0)
 
 
-def _shares(nbytes: int, comm: Comm) -> list[int]:
-    return [length for _, length in pieces(nbytes // 4, comm.size)]
+def _shares(nbytes: int, comm: Communicator) -> list[int]:
+    return [length for _, length in balanced_split(nbytes // 4, comm.size)]
 
 
 def _all_gather(bench: _Bench, ranks: tuple[int, ...], nbytes: int) -> Call:

@@ -16,7 +16,7 @@ from .problem import Array
 MOST = 150
 
 
-class Cuts:
+class CuttingPlanes:
     """What evaluations said about the bound as a function of the prices."""
 
     def __init__(self, width: float) -> None:

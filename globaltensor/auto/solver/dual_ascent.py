@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .cutting_planes import Cuts
-from .flat_arrays import Flat
-from .local_search import Local
+from .cutting_planes import CuttingPlanes
+from .flat_arrays import FlatProblem
+from .local_search import LocalSearch
 from .problem import Array
 from .recombine import mix
 from .trws import Messages
@@ -34,7 +34,7 @@ WORK = 2e8
 class Ascent:
     """The state of the search on one core: messages, prices, the best bound and the best choice of its nodes."""
 
-    def __init__(self, flat: Flat, price: Array | None = None, value: float = np.inf, elimination: Elimination | None = None) -> None:
+    def __init__(self, flat: FlatProblem, price: Array | None = None, value: float = np.inf, elimination: Elimination | None = None) -> None:
         """`price` to start from; `value` is the cost of the best choice known, which may not be among this core's any more."""
         self.flat = flat
         self.price = np.zeros(len(flat.room)) if price is None else price.copy()
@@ -49,7 +49,7 @@ class Ascent:
         self.limit = float(max(flat.room.max(initial=0.0), 1e-300))
         self.step = 0.05
         self.reached, self.idle = -np.inf, 0  # the best bound when prices moved last, and how often it did not rise since
-        self.cuts: Cuts | None = None
+        self.cuts: CuttingPlanes | None = None
         self.settled = False  # no prices are better
         self.straddled = False
         self.elimination = elimination if elimination is not None and elimination.fits and elimination.work <= WORK else None
@@ -59,8 +59,8 @@ class Ascent:
         return Messages(self.flat)
 
     @cached_property
-    def local(self) -> Local:
-        return Local(self.flat)
+    def local(self) -> LocalSearch:
+        return LocalSearch(self.flat)
 
     def closed(self, gap: float) -> bool:
         """Whether the best choice is so near the bound, relatively."""
@@ -150,7 +150,7 @@ class Ascent:
     def follow(self, over: Array, bound: float) -> None:
         """Move the prices where exact evaluations suggest."""
         if self.cuts is None:
-            self.cuts = Cuts(0.1 * self.scale / self.limit)
+            self.cuts = CuttingPlanes(0.1 * self.scale / self.limit)
         self.cuts.add(bound, self.price, over * self.limit)
         opened = self.active.sum()
         self.open(over)

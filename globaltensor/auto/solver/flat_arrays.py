@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .presolve import Core
+from .presolve import PresolvedProblem
 from .problem import Array
 
 
@@ -15,7 +15,7 @@ def ranges(starts: Array, counts: Array) -> Array:
     return np.asarray(np.arange(total) + np.repeat(starts - before, counts))
 
 
-class Flat:
+class FlatProblem:
     """Nodes 0..n-1 stand for the live nodes of a core, in order; strategy k of node i is position `first[i] + k`; `cost` lists their costs.
 
     Edge e joins head[e] < tail[e]; its table (row-major) stands in `table` from `at[e]`.
@@ -23,7 +23,7 @@ class Flat:
     Memory: at moment t there is `room[t]`. Item m takes its amounts at begin[m] <= t < end[m]: entries (position, item, amount) where amount > 0.
     """
 
-    def __init__(self, core: Core, most: float = np.inf) -> None:
+    def __init__(self, core: PresolvedProblem, most: float = np.inf) -> None:
         """`most` is a cost that is known to be reached: what is forbidden costs ten times as much instead of inf, so that sums stay numbers."""
         self.nodes = sorted(core.live)
         index = {i: n for n, i in enumerate(self.nodes)}
@@ -51,7 +51,7 @@ class Flat:
         self.cost[np.isinf(self.cost)] = 2 * self.never
         self.memory(core)
 
-    def memory(self, core: Core) -> None:
+    def memory(self, core: PresolvedProblem) -> None:
         self.room = core.room
         blocks = [(n, block) for n, i in enumerate(self.nodes) for block in core.uses[i]]
         none = np.zeros(0, np.int64)

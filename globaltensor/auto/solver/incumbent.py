@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .flat_arrays import Flat
-from .local_search import Local
-from .presolve import Core
+from .flat_arrays import FlatProblem
+from .local_search import LocalSearch
+from .presolve import PresolvedProblem
 from .problem import Array, Number, Problem
 from .solution import Solution
 
 
 @dataclass
-class Search:
+class SearchState:
     """The best choice, the best bound, and what was done."""
 
     problem: Problem
@@ -72,22 +72,22 @@ class Search:
         self.log["width"], self.log["largest_table"] = max(width, self.widest), max(table, self.largest)
         self.widest, self.largest = max(width, self.widest), max(table, self.largest)
 
-    def reduced(self, core: Core) -> None:
+    def reduced(self, core: PresolvedProblem) -> None:
         """Note how wide the eliminations were that the reductions made."""
         near = [(step.table.size, len(step.near)) for step in core.steps]
         if near:
             self.widths(max(width for _, width in near), max(size for size, _ in near))
 
-    def offer(self, core: Core, nodes: Sequence[int], chosen: Array) -> None:
+    def offer(self, core: PresolvedProblem, nodes: Sequence[int], chosen: Array) -> None:
         """Take a choice of the core's live nodes if it is feasible, and better than what is known; costs and memory are counted anew, exactly."""
         choice = core.expand(dict(zip(nodes, chosen.tolist(), strict=True)))
         cost = self.problem.evaluate(choice)
         if cost < self.cost and self.problem.fits(choice):
             self.choice, self.cost = choice, cost
 
-    def offer_something(self, core: Core, flat: Flat, deadline: float) -> None:
+    def offer_something(self, core: PresolvedProblem, flat: FlatProblem, deadline: float) -> None:
         """Where there was no time to search: what changing one node after another finds."""
-        local = Local(flat)
+        local = LocalSearch(flat)
         local.set(np.minimum.reduceat(np.where(flat.cost == np.minimum.reduceat(flat.cost, flat.first[:-1])[flat.owner], flat.k, 10**9), flat.first[:-1]))
         if local.repair(deadline):
             local.descend(deadline)

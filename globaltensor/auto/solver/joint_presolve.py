@@ -14,10 +14,10 @@ from .memory_presolve import tighten
 from .presolve import as_floats, core_of
 from .problem import Array, Problem, Usage
 
-__all__ = ["Pair"]
+__all__ = ["JointPresolve"]
 
 
-class Pair:
+class JointPresolve:
     """``problems``: what is left of the two. Each has one node more at the end, of one strategy: what is always paid, and used.
 
     >>> one, other = Problem(), Problem()

@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from .flat_arrays import Flat, ranges
+from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 
 
-class Local:
+class LocalSearch:
     """A choice with what changing each node would cost (`given`: the cost of each strategy where the neighbours stay) and the room left."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatProblem) -> None:
         self.flat = flat
         count = len(flat.nodes)
         heads, tails = flat.size[flat.head], flat.size[flat.tail]

@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 
-from .presolve import Core, Uses, drop, reduce
+from .presolve import PresolvedProblem, Uses, drop, presolve
 from .problem import Array
 
 
-def tighten(core: Core, deadline: float = np.inf) -> Core:
+def tighten(core: PresolvedProblem, deadline: float = np.inf) -> PresolvedProblem:
     """Reduce, and look at memory, in turn until neither finds anything. Sets `feasible` to False where the room is too small whatever is chosen."""
-    reduce(core, deadline)
+    presolve(core, deadline)
     while core.feasible and len(core.room) and time.monotonic() < deadline:
         steps = {i: step(core.uses[i], len(core.costs[i])) for i in sorted(core.live) if core.uses[i]}
         for i, block in steps.items():
@@ -24,7 +24,7 @@ def tighten(core: Core, deadline: float = np.inf) -> Core:
         nodes = forbid(core)
         if not nodes or not core.feasible:
             break
-        reduce(core, deadline, nodes)
+        presolve(core, deadline, nodes)
     return core
 
 
@@ -45,7 +45,7 @@ def step(blocks: list[Uses], count: int) -> Uses:
     return Uses(begin[some], end[some], level[some])
 
 
-def set_aside(core: Core, block: Uses) -> Uses:
+def set_aside(core: PresolvedProblem, block: Uses) -> Uses:
     """Take from the room what every strategy uses."""
     least = block.amounts.min(1)
     for start, end, amount in zip(block.starts[least > 0].tolist(), block.ends[least > 0].tolist(), least[least > 0].tolist(), strict=True):
@@ -53,7 +53,7 @@ def set_aside(core: Core, block: Uses) -> Uses:
     return Uses(block.starts, block.ends, block.amounts - least[:, None])
 
 
-def compress(core: Core) -> None:
+def compress(core: PresolvedProblem) -> None:
     """Keep the moments that can bind: those where the most that can be used exceeds the room, and no neighbouring moment implies them."""
     nodes = [i for i in sorted(core.live) if core.uses[i]]
     most = np.zeros(len(core.room) + 1)
@@ -75,7 +75,7 @@ def compress(core: Core) -> None:
         renumber(core, nodes, np.flatnonzero(~implied))
 
 
-def renumber(core: Core, nodes: list[int], kept: Array) -> None:
+def renumber(core: PresolvedProblem, nodes: list[int], kept: Array) -> None:
     """Keep only these moments."""
     if len(kept) == len(core.room):
         return
@@ -109,7 +109,7 @@ class Least:
         return out
 
 
-def forbid(core: Core) -> dict[int, None]:
+def forbid(core: PresolvedProblem) -> dict[int, None]:
     """Drop the strategies that leave no room for the least that the others take; the nodes touched."""
     touched: dict[int, None] = {}
     if not len(core.room):

@@ -17,7 +17,7 @@ EXACT = 100
 Solve = Callable[[Problem, float], Solution]
 
 
-def least_usage(problem: Problem, solve: Solve, deadline: float) -> tuple[Number, Number] | None:
+def minimum_memory(problem: Problem, solve: Solve, deadline: float) -> tuple[Number, Number] | None:
     """(The least peak found, a lower bound of the least peak), equal where there was time enough; None where every choice takes a forbidden entry.
 
     By bisection over limits, for large problems to a thousandth; `solve(problem, seconds)` answers whether one can be kept.

@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .dual_ascent import Ascent
-from .flat_arrays import Flat
-from .joint_presolve import Pair
+from .flat_arrays import FlatProblem
+from .joint_presolve import JointPresolve
 from .mip import close_larger, highspy
-from .path_relinking import SLIGHT, between, crossing, weighted
+from .path_relinking import SLIGHT, crossing, relink, weighted
 from .presolve import core_of
 from .problem import Array, Problem
-from .reduced_cost_fixing import Known, Shifted
+from .reduced_cost_fixing import ExactMarginals, Reparametrization
 from .solution import Solution
 from .solve import dear, solve
 from .variable_elimination import Elimination
 
-__all__ = ["Larger"]
+__all__ = ["MinimaxSolver"]
 
 #: Pairs of strategies that an integer program may have, and the seconds that it may take at most.
 PROGRAM, LONGEST = 60_000, 20.0
@@ -45,7 +45,7 @@ MESSAGES = 500_000
 ROUGH = 1e-3
 
 
-class Point(NamedTuple):
+class BiCostChoice(NamedTuple):
     """A choice for the problems that are left, as it is for the whole ones, and both of its costs."""
 
     first: float
@@ -65,12 +65,12 @@ class _Part:
 
     bound: float
     at: float = 1.0
-    low: Point | None = None
-    high: Point | None = None
+    low: BiCostChoice | None = None
+    high: BiCostChoice | None = None
     allowed: Mapping[int, Array] = field(default_factory=dict)
 
 
-class Larger:
+class MinimaxSolver:
     """``best``, the best choice found, and ``bound``, that of all, after `run`.
 
     ``problems`` differ in costs only. ``order``: nodes one after another; no two others are neighbours. ``first``: the best for the first cost alone.
@@ -92,7 +92,7 @@ class Larger:
         """``worthwhile``: asked of the best choice by weights alone; where it is not, nothing more is looked for."""
         if self.best.second <= self.best.first or not self.left:
             return
-        self.pair = Pair(self.whole, self.deadline)
+        self.pair = JointPresolve(self.whole, self.deadline)
         self.problems = self.pair.problems
         self.log |= {"left": len(self.problems[0].costs), "pairs": sum(table.size for table in self.problems[0].tables)}
         self._edges: dict[int, list[tuple[int, int, Array]]] = {}  # of a node: number, neighbour, and by how much the second cost is more
@@ -113,11 +113,11 @@ class Larger:
     def _seconds(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def _point(self, whole: Sequence[int], choice: Sequence[int] = ()) -> Point:
+    def _point(self, whole: Sequence[int], choice: Sequence[int] = ()) -> BiCostChoice:
         first, second = (float(problem.evaluate(whole)) for problem in self.whole)
-        return Point(first, second, whole, choice)
+        return BiCostChoice(first, second, whole, choice)
 
-    def _offered(self, point: Point) -> None:
+    def _offered(self, point: BiCostChoice) -> None:
         """Take a choice if it is better than the best one known."""
         if point.cost < self.best.cost and self.whole[0].fits(point.whole):
             self.best = point
@@ -148,7 +148,7 @@ class Larger:
                 break
         if low is not None and high is not None:
             for one, other in ((low, high), (high, low)):
-                mixed = between(self.whole, one.whole, other.whole, self.order)
+                mixed = relink(self.whole, one.whole, other.whole, self.order)
                 if mixed is not None:
                     self._offered(self._point(mixed))
         return dataclasses.replace(part, bound=bound, at=at, low=low, high=high)
@@ -167,14 +167,14 @@ class Larger:
         for share in SHARES:
             high = self._enough
             reach = self.bound + share * (high - self.bound)
-            left = Pair(self._without(known, reach), end)
+            left = JointPresolve(self._without(known, reach), end)
             pairs = sum(int(np.isfinite(table).sum()) for table in left.problems[0].tables) if left.feasible else 0
             self.log["programs"] = [*self.log.get("programs", []), pairs]
             if pairs > self.program or time.monotonic() >= end:
                 return False
             done, least = True, high
             if left.feasible:
-                first, second = (Flat(core_of(problem)) for problem in left.problems)
+                first, second = (FlatProblem(core_of(problem)) for problem in left.problems)
                 found = close_larger((first, second), np.zeros(len(first.room)), self.bound, high, 0.5 * self.near * abs(high), end, 1, 0)
                 if found.choice is not None:
                     self._offered(self._point(self.pair.expand(left.expand(found.choice.tolist()))))
@@ -184,12 +184,12 @@ class Larger:
                 return done
         return True
 
-    def _known(self, root: _Part, end: float) -> Known | Shifted | None:
+    def _known(self, root: _Part, end: float) -> ExactMarginals | Reparametrization | None:
         """What strategies and pairs cost at least, at the best weight and the best prices of memory that are found; None where messages only would say it,
         of tables that are large: their bounds are too low to leave little."""
         core = core_of(weighted(self.problems, min(max(root.at, SLIGHT), 1 - SLIGHT)))
         elimination = Elimination.of(core)
-        flat = Flat(core)
+        flat = FlatProblem(core)
         ascent = Ascent(flat, None, min(self.best.cost, self.below), elimination)
         if ascent.elimination is None and len(flat.table) > MESSAGES:
             return None
@@ -197,7 +197,7 @@ class Larger:
             ascent.run(end, ROUNDS)
         return dear(flat, ascent, False)
 
-    def _without(self, known: Known | Shifted, reach: float) -> tuple[Problem, Problem]:
+    def _without(self, known: ExactMarginals | Reparametrization, reach: float) -> tuple[Problem, Problem]:
         """The problems without what costs more."""
         flat = known.flat
         never, pairs = known.never(reach + 1e-9 * abs(reach))
@@ -281,7 +281,7 @@ def _without(problem: Problem, strategies: Sequence[Array], pairs: Mapping[tuple
     return dataclasses.replace(problem, costs=costs, tables=tables)
 
 
-def _allowed(part: _Part, point: Point | None) -> Point | None:
+def _allowed(part: _Part, point: BiCostChoice | None) -> BiCostChoice | None:
     return point if point is not None and all(ok[point.choice[node]] for node, ok in part.allowed.items()) else None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .flat_arrays import Flat, ranges
+from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 from .reduced_cost_fixing import entries
 
@@ -38,7 +38,7 @@ def highspy() -> Any | None:
         return None
 
 
-def close(flat: Flat, price: Array, gap: float, deadline: float, threads: int, seed: int) -> Outcome:
+def close(flat: FlatProblem, price: Array, gap: float, deadline: float, threads: int, seed: int) -> Outcome:
     """Solve the flat problem as an integer program until the deadline. `gap` is about what lies between bound and best; `price` says which moments matter.
 
     Raises ImportError where highspy is missing.
@@ -48,7 +48,9 @@ def close(flat: Flat, price: Array, gap: float, deadline: float, threads: int, s
     return ended(program, deadline)
 
 
-def close_larger(flats: tuple[Flat, Flat], price: Array, low: float, high: float, gap: float, deadline: float, threads: int, seed: int) -> Outcome:
+def close_larger(
+    flats: tuple[FlatProblem, FlatProblem], price: Array, low: float, high: float, gap: float, deadline: float, threads: int, seed: int
+) -> Outcome:
     """The same for the larger one of two costs, of two flat problems with the same pairs allowed: for a choice that costs less than `high`, where none costs
     less than `low`. It ends as well where cost and bound are as near as `gap`.
 
@@ -96,7 +98,7 @@ def ended(program: Program, deadline: float) -> Outcome:
 class Program:
     """A HiGHS model of a flat problem."""
 
-    def __init__(self, flat: Flat, gap: float, threads: int, seed: int) -> None:
+    def __init__(self, flat: FlatProblem, gap: float, threads: int, seed: int) -> None:
         module = highspy()
         if module is None:
             raise ImportError("highspy is missing: pip install 'globaltensor[auto]'")
@@ -143,7 +145,7 @@ class Program:
         self.model.passModel(lp)
         self.rows: set[int] = set()
 
-    def larger_of(self, flats: tuple[Flat, Flat], low: float, high: float, gap: float) -> None:
+    def larger_of(self, flats: tuple[FlatProblem, FlatProblem], low: float, high: float, gap: float) -> None:
         """Make the objective the larger one of two problems' costs, from `low` to `high`: one variable more, and a row for each cost that it is not below."""
         count, most = self.model.getNumCol(), self.module.kHighsInf
         self.base = low

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from .flat_arrays import Flat
-from .local_search import Local
+from .flat_arrays import FlatProblem
+from .local_search import LocalSearch
 from .problem import Array
 from .recombine import mix
 from .variable_elimination import Elimination
@@ -17,10 +17,10 @@ from .variable_elimination import Elimination
 CAP = 20_000
 
 
-class Blocks:
+class NeighborhoodSearch:
     """Moves of many nodes of a core at once, from a feasible choice to a feasible and better one."""
 
-    def __init__(self, flat: Flat, local: Local, seed: int) -> None:
+    def __init__(self, flat: FlatProblem, local: LocalSearch, seed: int) -> None:
         self.flat, self.local = flat, local
         self.random = np.random.default_rng(seed)
         self.logs = [math.log(size) for size in flat.size.tolist()]

@@ -14,7 +14,7 @@ import numpy as np
 
 from .problem import Problem
 
-__all__ = ["SLIGHT", "between", "crossing", "weighted"]
+__all__ = ["SLIGHT", "crossing", "relink", "weighted"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pair = tuple[float, float]
@@ -22,7 +22,7 @@ SLIGHT = 1e-9  # a weight that leaves what is forbidden forbidden
 _TRIED = 8  # of which it is seen whether they keep the limit of memory
 
 
-def between(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequence[int], order: Sequence[int]) -> list[int] | None:
+def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequence[int], order: Sequence[int]) -> list[int] | None:
     """The best choice, by the larger of two costs of it, that is ``before`` in its first nodes and ``after`` in the others; None where none is allowed.
 
     ``order``: nodes one after another; each other node has such neighbours only, and the strategy that suits these. The two problems differ in costs only.

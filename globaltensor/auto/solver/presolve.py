@@ -40,7 +40,7 @@ class Uses:
         return Uses(self.starts, self.ends, shared(columns, self.amounts, kept))
 
 
-class Step(NamedTuple):
+class Postsolve(NamedTuple):
     """How a node's strategy is read off later ones: `table` at the strategies of the nodes `near` (itself, where strategies were dropped)."""
 
     node: int
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Core:
+class PresolvedProblem:
     """A problem under reduction, in float64 with inf for what is forbidden. `live` nodes remain; `steps` leads back to the whole.
 
     Costs may be complex numbers: two problems at once, one in the real and one in the imaginary parts. What is taken out then is no loss for either, so neither
@@ -62,16 +62,18 @@ class Core:
     room: Array = field(default_factory=lambda: np.zeros(0))  # what the limit leaves at each moment to what is still to be chosen
     moments: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the numbers these moments had at first
     constant: Any = 0.0  # a number of the kind that costs are
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Postsolve] = field(default_factory=list)
     live: set[int] = field(default_factory=set)
     feasible: bool = True
     shared: Shared = field(default_factory=Shared)
 
-    def copy(self) -> Core:
+    def copy(self) -> PresolvedProblem:
         """A core to reduce further on its own; arrays are shared, they are replaced and not written to (but for the room)."""
         near = [dict(around) for around in self.near]
         uses = [list(blocks) for blocks in self.uses]
-        return Core(list(self.costs), near, uses, self.room.copy(), self.moments, self.constant, list(self.steps), set(self.live), self.feasible, self.shared)
+        return PresolvedProblem(
+            list(self.costs), near, uses, self.room.copy(), self.moments, self.constant, list(self.steps), set(self.live), self.feasible, self.shared
+        )
 
     def expand(self, choice: dict[int, int]) -> list[int]:
         """A choice of every node of the whole problem, from one of the live nodes."""
@@ -87,7 +89,7 @@ def as_floats(costs: Array) -> Array:
     return np.where(costs >= FORBIDDEN, np.inf, costs.astype(np.float64))
 
 
-def core_of(problem: Problem) -> Core:
+def core_of(problem: Problem) -> PresolvedProblem:
     """The problem in the solver's form, nothing reduced yet. Parallel edges are added up; time is counted in the moments at which usage changes."""
     limited = problem.usage_limit is not None
     rows = [[use for use in uses if use.start is None or use.end is None or use.start < use.end] if limited else [] for uses in problem.usages]
@@ -112,7 +114,7 @@ def core_of(problem: Problem) -> Core:
         join(near, i, j, floats, shared)
     room = np.full(last if any(rows) else 0, float(problem.ceiling or 0))
     costs = [shared.same(as_floats(costs)) for costs in problem.costs]
-    return Core(costs, near, uses, room, np.arange(len(room)), live=set(range(len(problem.costs))), shared=shared)
+    return PresolvedProblem(costs, near, uses, room, np.arange(len(room)), live=set(range(len(problem.costs))), shared=shared)
 
 
 def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Shared) -> None:
@@ -123,7 +125,7 @@ def join(near: list[dict[int, Array]], i: int, j: int, table: Array, shared: Sha
     near[j][i] = shared(np.transpose, table)
 
 
-def reduce(core: Core, deadline: float = np.inf, nodes: dict[int, None] | None = None) -> Core:
+def presolve(core: PresolvedProblem, deadline: float = np.inf, nodes: dict[int, None] | None = None) -> PresolvedProblem:
     """Reduce in place until nothing changes, or time is up. Sets `feasible` to False where no choice avoids what is forbidden.
 
     `nodes` are those that changed since it was reduced last; all where none are named.
@@ -165,7 +167,7 @@ def reduce(core: Core, deadline: float = np.inf, nodes: dict[int, None] | None =
     return core
 
 
-def consistent(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[int, None]:
+def consistent(core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[int, None]:
     """Drop the strategies that are forbidden, or go with no strategy of some neighbour; the nodes touched. Adds the edges that shrink."""
     fresh, touched = list(edges), dict(nodes)
     shared = core.shared
@@ -206,7 +208,7 @@ def some(goes: Array) -> Array | None:
     return None if goes.all() else np.flatnonzero(goes)
 
 
-def merged(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[tuple[int, int], None]:
+def merged(core: PresolvedProblem, edges: dict[tuple[int, int], None], nodes: dict[int, None]) -> dict[tuple[int, int], None]:
     """Merge along these edges the nodes that follow from a neighbour; the edges that are new. Adds the nodes touched."""
     new: dict[tuple[int, int], None] = {}
     for i, j in edges:
@@ -222,7 +224,7 @@ def merged(core: Core, edges: dict[tuple[int, int], None], nodes: dict[int, None
     return new
 
 
-def drop(core: Core, i: int, kept: Array) -> None:
+def drop(core: PresolvedProblem, i: int, kept: Array) -> None:
     """Keep only these strategies of node i."""
     shared = core.shared
     core.costs[i] = shared(rows, core.costs[i], kept)
@@ -230,7 +232,7 @@ def drop(core: Core, i: int, kept: Array) -> None:
     for j, table in core.near[i].items():
         core.near[i][j] = smaller = shared(rows, table, kept)
         core.near[j][i] = shared(np.transpose, smaller)
-    core.steps.append(Step(i, (i,), kept))
+    core.steps.append(Postsolve(i, (i,), kept))
 
 
 def rows(table: Array, kept: Array) -> Array:
@@ -241,7 +243,7 @@ def columns(table: Array, kept: Array) -> Array:
     return np.ascontiguousarray(table[:, kept])
 
 
-def detach(core: Core, i: int) -> list[int]:
+def detach(core: PresolvedProblem, i: int) -> list[int]:
     around = list(core.near[i])
     for j in around:
         del core.near[j][i]
@@ -250,7 +252,7 @@ def detach(core: Core, i: int) -> list[int]:
     return around
 
 
-def fix(core: Core, i: int) -> list[int]:
+def fix(core: PresolvedProblem, i: int) -> list[int]:
     """Take out a node with one strategy."""
     core.constant += core.costs[i][0].item()
     for block in core.uses[i]:
@@ -258,7 +260,7 @@ def fix(core: Core, i: int) -> list[int]:
     core.uses[i] = []
     for j, table in core.near[i].items():
         core.costs[j] = core.shared(with_first, core.costs[j], table)
-    core.steps.append(Step(i, (), NOTHING))
+    core.steps.append(Postsolve(i, (), NOTHING))
     return detach(core, i)
 
 
@@ -271,7 +273,7 @@ def follows(table: Array) -> bool:
     return table.shape[0] == np.count_nonzero(np.isfinite(table)) and bool(np.isfinite(table).any(1).all())
 
 
-def slim(core: Core, j: int, i: int) -> bool:
+def slim(core: PresolvedProblem, j: int, i: int) -> bool:
     """Whether tables do not grow much where node j is merged into node i: its edges get a row for each strategy of that."""
     mine, theirs = len(core.costs[j]), len(core.costs[i])
     if theirs <= mine or len(core.near[j]) > MANY:
@@ -279,7 +281,7 @@ def slim(core: Core, j: int, i: int) -> bool:
     return (theirs - mine) * sum(len(core.costs[n]) for n in core.near[j] if n != i and n not in core.near[i]) <= GROWTH * theirs * mine
 
 
-def follow(core: Core, j: int, i: int) -> list[int]:
+def follow(core: PresolvedProblem, j: int, i: int) -> list[int]:
     """Merge node j into node i, whose strategy leaves it one choice."""
     table, shared = core.near[i][j], core.shared
     chosen = shared(following, table)
@@ -287,7 +289,7 @@ def follow(core: Core, j: int, i: int) -> list[int]:
     core.uses[i] = joined(core.uses[i] + [block.pick(chosen, shared) for block in core.uses[j]], shared)
     core.uses[j] = []
     others = [(n, other) for n, other in core.near[j].items() if n != i]
-    core.steps.append(Step(j, (i,), chosen))
+    core.steps.append(Postsolve(j, (i,), chosen))
     detach(core, j)
     for n, other in others:
         join(core.near, i, n, shared(rows, other, chosen), shared)
@@ -316,7 +318,7 @@ def stacked(above: Array, below: Array) -> Array:
     return np.concatenate([above, below])
 
 
-def occupy(core: Core, block: Uses, amounts: Array) -> None:
+def occupy(core: PresolvedProblem, block: Uses, amounts: Array) -> None:
     """Take from the room what will be used whatever is chosen."""
     low, high = int(block.starts.min()), int(block.ends.max())
     if len(block.starts) == 1:
@@ -326,7 +328,7 @@ def occupy(core: Core, block: Uses, amounts: Array) -> None:
         core.room[low:high] -= np.cumsum(change[:-1])
 
 
-def constant_usage(core: Core, i: int) -> None:
+def constant_usage(core: PresolvedProblem, i: int) -> None:
     """Move what every strategy of node i takes to the fixed usage."""
     left = []
     for block in core.uses[i]:
@@ -350,7 +352,7 @@ def above_least(amounts: Array) -> tuple[Array | None, Array | None, Array]:
     return least if least.any() else None, matters, rest if matters is None else rest[matters]
 
 
-def cheap(core: Core, i: int) -> bool:
+def cheap(core: PresolvedProblem, i: int) -> bool:
     if len(core.near[i]) < 2:
         return True
     a, b = (len(core.costs[j]) for j in core.near[i])
@@ -360,7 +362,7 @@ def cheap(core: Core, i: int) -> bool:
     return a * b * k <= (MOST_COMPARED if len(core.room) else MOST_LINKED)
 
 
-def eliminate(core: Core, i: int) -> list[int] | None:
+def eliminate(core: PresolvedProblem, i: int) -> list[int] | None:
     """Minimise out a node without memory that has at most two neighbours; these, or None where of two costs one would be more than its least."""
     around, costs = list(core.near[i]), core.costs[i]
     if len(around) > 1:
@@ -379,7 +381,7 @@ def eliminate(core: Core, i: int) -> list[int] | None:
     else:
         core.constant += least.item()
         best = best[0]
-    core.steps.append(Step(i, tuple(around), best))
+    core.steps.append(Postsolve(i, tuple(around), best))
     return detach(core, i)
 
 
@@ -416,7 +418,7 @@ def both_least(total: Array, least: Array) -> bool:
     return not np.iscomplexobj(total) or bool((least.imag <= total.imag.min(-1)).all())
 
 
-def undominated(core: Core, i: int) -> Array | None:
+def undominated(core: PresolvedProblem, i: int) -> Array | None:
     """The strategies that no other one can stand in for, whatever the neighbours do, at no more cost and no more usage at any time; None if all."""
     if len(core.costs[i]) == 1:
         return None

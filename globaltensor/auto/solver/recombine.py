@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from .local_search import Local
+from .local_search import LocalSearch
 from .problem import Array
 
 
@@ -26,7 +26,7 @@ def components(nodes: list[int], pairs: list[tuple[int, int]]) -> list[list[int]
     return list(parts.values())
 
 
-def take(local: Local, nodes: list[int], target: Array) -> bool:
+def take(local: LocalSearch, nodes: list[int], target: Array) -> bool:
     """Move these nodes together if that fits and costs less, or leave them; whether they moved."""
     before, undone = local.value, []
     for i in nodes:
@@ -39,7 +39,7 @@ def take(local: Local, nodes: list[int], target: Array) -> bool:
     return False
 
 
-def differing(local: Local, target: Array) -> list[list[int]]:
+def differing(local: LocalSearch, target: Array) -> list[list[int]]:
     """The connected parts of the nodes that the choice at hand and another one choose differently for."""
     flat = local.flat
     apart = local.choice != target
@@ -47,7 +47,7 @@ def differing(local: Local, target: Array) -> list[list[int]]:
     return components(apart.nonzero()[0].tolist(), list(zip(flat.head[between].tolist(), flat.tail[between].tolist(), strict=True)))
 
 
-def mix(local: Local, target: Array, deadline: float) -> None:
+def mix(local: LocalSearch, target: Array, deadline: float) -> None:
     """Take over parts of another choice into the feasible one at hand; of a part that is too much as a whole, halves, quarters and so on."""
     waiting = differing(local, target)
     while waiting and time.monotonic() < deadline:

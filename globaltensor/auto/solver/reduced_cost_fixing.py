@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from .flat_arrays import Flat, ranges
+from .flat_arrays import FlatProblem, ranges
 from .min_marginals import Marginals
-from .presolve import Core
+from .presolve import PresolvedProblem
 from .problem import Array
 from .trws import Messages
 
 
-class Known:
+class ExactMarginals:
     """A core at prices of memory at which elimination says exactly what each strategy and pair costs at best (`marginals`)."""
 
-    def __init__(self, flat: Flat, price: Array, found: Marginals) -> None:
+    def __init__(self, flat: FlatProblem, price: Array, found: Marginals) -> None:
         self.flat = flat
         always = flat.constant - float(price @ flat.room)
         self.strategies = np.concatenate([found.nodes[n] for n in range(len(flat.nodes))]) + always
@@ -31,18 +31,18 @@ class Known:
         """The part of all entries that cost more than `above`, and are not forbidden yet."""
         return share(self.flat, *self.never(above))
 
-    def apply(self, core: Core, above: float) -> None:
+    def apply(self, core: PresolvedProblem, above: float) -> None:
         """Forbid what costs more than `above` in all."""
         write(self.flat, core, *self.never(above), self.flat.cost, self.flat.table)
 
 
-class Shifted:
+class Reparametrization:
     """A core's costs moved along messages: `cost` of the strategies, `table` of the pairs, and how much each strategy costs above the bound at least.
 
     `other` is a second lower bound of the strategies' whole cost, from a sweep in the other direction.
     """
 
-    def __init__(self, flat: Flat, messages: Messages, price: Array, forward: bool, whole: bool) -> None:
+    def __init__(self, flat: FlatProblem, messages: Messages, price: Array, forward: bool, whole: bool) -> None:
         """To be built right after a sweep in this direction at these prices. `whole`: round what is moved, so that integers stay integers."""
         self.flat, self.other = flat, np.full(len(flat.cost), -np.inf)
         priced = flat.cost + flat.prices(price)
@@ -84,18 +84,18 @@ class Shifted:
         """The part of all entries that cost more than `above`, and are not forbidden yet."""
         return share(self.flat, *self.never(above))
 
-    def apply(self, core: Core, above: float) -> None:
+    def apply(self, core: PresolvedProblem, above: float) -> None:
         """Write the moved costs into the core, and forbid what costs more than `above` in all."""
         write(self.flat, core, *self.never(above), self.cost, self.table)
 
 
-def share(flat: Flat, never: Array, pairs: Array) -> float:
+def share(flat: FlatProblem, never: Array, pairs: Array) -> float:
     """The part of all entries, of those that are not forbidden yet, that would be."""
     some, both = flat.cost < flat.never, flat.table < flat.never
     return float((some & never).sum() + (both & pairs).sum()) / max(1.0, float(some.sum() + both.sum()))
 
 
-def write(flat: Flat, core: Core, never: Array, pairs: Array, cost: Array, table: Array) -> None:
+def write(flat: FlatProblem, core: PresolvedProblem, never: Array, pairs: Array, cost: Array, table: Array) -> None:
     """Costs and tables into a core, with these strategies and pairs forbidden."""
     cost, table = np.where(never, np.inf, cost), np.where(pairs, np.inf, table)
     for n, i in enumerate(flat.nodes):
@@ -106,7 +106,7 @@ def write(flat: Flat, core: Core, never: Array, pairs: Array, cost: Array, table
         core.near[i][j], core.near[j][i] = block, block.T
 
 
-def entries(flat: Flat) -> tuple[Array, Array]:
+def entries(flat: FlatProblem) -> tuple[Array, Array]:
     """For each entry of the tables: its (edge, strategy of the head) and its (edge, strategy of the tail), counted through all edges."""
     heads, tails = flat.size[flat.head], flat.size[flat.tail]
     within = ranges(np.zeros(len(heads), np.int64), flat.shape)

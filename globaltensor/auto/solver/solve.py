@@ -11,16 +11,16 @@ import numpy as np
 
 from .branching import halves
 from .dual_ascent import Ascent
-from .flat_arrays import Flat
-from .incumbent import Search
+from .flat_arrays import FlatProblem
+from .incumbent import SearchState
 from .memory_presolve import tighten
 from .min_marginals import marginals
-from .min_memory import least_usage
+from .min_memory import minimum_memory
 from .mip import close, highspy
-from .neighborhood_search import Blocks
-from .presolve import Core, core_of, drop, reduce
+from .neighborhood_search import NeighborhoodSearch
+from .presolve import PresolvedProblem, core_of, drop, presolve
 from .problem import Array, Problem
-from .reduced_cost_fixing import Known, Shifted
+from .reduced_cost_fixing import ExactMarginals, Reparametrization
 from .solution import Solution
 from .variable_elimination import Elimination
 
@@ -61,23 +61,23 @@ def solve(
     where there is nothing, `choice` is None, and `bound` as much as that.
     """
     began = time.monotonic()
-    search = Search(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap, below=below)
+    search = SearchState(problem, began, began + (LONG if seconds is None else seconds), seed, threads, gap=gap, below=below)
     if problem.usage_limit is None or problem.usage_limit <= 0 or len(problem.costs) > MANY or not unlimited(search):
         core = tighten(core_of(problem), max(search.deadline, began + (1.0 if len(problem.costs) <= MANY else 0.0)))
         search.log |= {"nodes": len(problem.costs), "left": len(core.live), "reduced_seconds": round(time.monotonic() - began, 3)}
         search.reduced(core)
-        search.exhausted = settle(search, core)
+        search.exhausted = search_core(search, core)
     if least and search.choice is None and search.exhausted and below == math.inf and problem.usage_limit is not None:
-        search.least_usage = least_usage(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
+        search.least_usage = minimum_memory(problem, partial(feasible, threads=threads), min(search.deadline, time.monotonic() + PATIENCE))
     return search.answer()
 
 
-def unlimited(search: Search) -> bool:
+def unlimited(search: SearchState) -> bool:
     """Solve the problem without its memory limit where that takes one elimination; whether the answer keeps the limit all the same."""
-    core = reduce(core_of(replace(search.problem, usage_limit=None)), search.deadline)
+    core = presolve(core_of(replace(search.problem, usage_limit=None)), search.deadline)
     if not core.feasible:
         return search.exhaust()
-    elimination = narrow(search, core)
+    elimination = plan_elimination(search, core)
     if not elimination.fits or elimination.total > HELD or elimination.work > FREELY:
         return False
     eliminated(search, core, elimination)
@@ -90,30 +90,30 @@ def unlimited(search: Search) -> bool:
 
 def feasible(problem: Problem, seconds: float, threads: int) -> Solution:
     """Any choice that fits, or the proof that there is none."""
-    search = Search(problem, time.monotonic(), time.monotonic() + seconds, 0, threads, first=problem.usage_limit is not None)
-    search.exhausted = settle(search, tighten(core_of(problem), search.deadline))
+    search = SearchState(problem, time.monotonic(), time.monotonic() + seconds, 0, threads, first=problem.usage_limit is not None)
+    search.exhausted = search_core(search, tighten(core_of(problem), search.deadline))
     return search.answer()
 
 
-def settle(search: Search, core: Core, price: Array | None = None) -> bool:
+def search_core(search: SearchState, core: PresolvedProblem, price: Array | None = None) -> bool:
     """Search this core, within the time left; whether it is proven that it holds nothing better than the search's best choice now."""
     while core.feasible:
         if not core.live:
             search.offer(core, (), np.zeros(0, dtype=np.int64))
             return True
-        elimination = None if search.late and len(core.live) > HASTY else narrow(search, core)
+        elimination = None if search.late and len(core.live) > HASTY else plan_elimination(search, core)
         fits = elimination is not None and not len(core.room) and elimination.fits and elimination.total <= HELD and elimination.work <= search.affordable
         exact = elimination if fits else None
         if exact is not None and exact.work <= SOON:
             eliminated(search, core, exact)
             return True
-        flat = Flat(core, float(search.cost))
+        flat = FlatProblem(core, float(search.cost))
         if search.late and search.choice is None:
-            hurry(search, core, flat)
+            quick_feasible(search, core, flat)
         if search.late:
             return False
         ascent = Ascent(flat, price, float(search.cost), elimination)
-        outcome = climb(search, core, flat, ascent, exact is not None)
+        outcome = ascend(search, core, flat, ascent, exact is not None)
         if outcome == "stuck" and exact is not None:
             eliminated(search, core, exact)
             return True
@@ -125,7 +125,7 @@ def settle(search: Search, core: Core, price: Array | None = None) -> bool:
     return True
 
 
-def hurry(search: Search, core: Core, flat: Flat) -> None:
+def quick_feasible(search: SearchState, core: PresolvedProblem, flat: FlatProblem) -> None:
     """Where reading and reducing took all the time: something feasible, in half a second more."""
     deadline = time.monotonic() + 0.5
     if len(flat.table) > HURRY:
@@ -138,7 +138,7 @@ def hurry(search: Search, core: Core, flat: Flat) -> None:
     search.proves(ascent.bound, len(flat.table))
 
 
-def narrow(search: Search, core: Core) -> Elimination:
+def plan_elimination(search: SearchState, core: PresolvedProblem) -> Elimination:
     """An order of elimination for what is left, and in the log how wide it is."""
     elimination = Elimination.of(core)
     if elimination.fits:
@@ -147,7 +147,7 @@ def narrow(search: Search, core: Core) -> Elimination:
     return elimination
 
 
-def eliminated(search: Search, core: Core, elimination: Elimination) -> None:
+def eliminated(search: SearchState, core: PresolvedProblem, elimination: Elimination) -> None:
     """Solve a core without memory whose graph is narrow, by elimination alone."""
     nodes = sorted(core.live)
     value, choice = elimination.run([core.costs[i] for i in nodes])
@@ -156,7 +156,7 @@ def eliminated(search: Search, core: Core, elimination: Elimination) -> None:
         search.proves(core.constant + value, len(search.problem.costs) + len(search.problem.tables))
 
 
-def climb(search: Search, core: Core, flat: Flat, ascent: Ascent, exact: bool) -> str:
+def ascend(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent, exact: bool) -> str:
     """Raise the bound of a core: "done" when nothing better is in it, "smaller" when much of it was forbidden, "stuck", or "late". `exact`: elimination comes
     next."""
     entries = len(flat.table) + len(flat.cost)
@@ -170,7 +170,7 @@ def climb(search: Search, core: Core, flat: Flat, ascent: Ascent, exact: bool) -
             search.offer(core, flat.nodes, ascent.choice)
         search.proves(ascent.bound, len(flat.table))
         if ascent.choice is not None and len(flat.nodes) >= SMALL and ascent.bound <= search.goal and not search.late:
-            blocks = blocks or Blocks(flat, ascent.local, search.seed)
+            blocks = blocks or NeighborhoodSearch(flat, ascent.local, search.seed)
             for turn in range(MOVES):
                 start = time.monotonic()
                 if start + 1.5 * longest < search.deadline and not search.late:
@@ -195,19 +195,19 @@ def climb(search: Search, core: Core, flat: Flat, ascent: Ascent, exact: bool) -
     return "late"
 
 
-def dear(flat: Flat, ascent: Ascent, whole: bool) -> Known | Shifted:
+def dear(flat: FlatProblem, ascent: Ascent, whole: bool) -> ExactMarginals | Reparametrization:
     """What strategies and pairs cost at least, at the best prices: by elimination, or by costs moved along the messages. `whole`: integers stay integers."""
     priced = flat.cost + flat.prices(ascent.best_price)
     found = None if ascent.elimination is None else marginals(ascent.elimination, np.split(priced, flat.first[1:-1]))
     if found is not None:
-        return Known(flat, ascent.best_price, found)
+        return ExactMarginals(flat, ascent.best_price, found)
     for _ in range(WARM if ascent.elimination is not None else 0):  # messages are not kept up where elimination takes their place
         ascent.messages.sweep(priced, True)
         ascent.messages.sweep(priced, False)
     ascent.messages.sweep(priced, True)
-    ahead = Shifted(flat, ascent.messages, ascent.best_price, True, whole)
+    ahead = Reparametrization(flat, ascent.messages, ascent.best_price, True, whole)
     ascent.messages.sweep(priced, False)
-    known = Shifted(flat, ascent.messages, ascent.best_price, False, whole)
+    known = Reparametrization(flat, ascent.messages, ascent.best_price, False, whole)
     known.other = ahead.bound + ahead.extra
     return known
 
@@ -222,7 +222,7 @@ def carried(price: Array, before: Array, after: Array) -> Array:
     return np.bincount(nearest, price, len(after))
 
 
-def finish(search: Search, core: Core, flat: Flat, ascent: Ascent) -> bool:
+def finish(search: SearchState, core: PresolvedProblem, flat: FlatProblem, ascent: Ascent) -> bool:
     """Close what the messages leave open: by an integer program, or by branching where HiGHS is not installed."""
     if highspy() is None:
         search.log["highspy"] = "not installed: branching instead"
@@ -238,7 +238,7 @@ def finish(search: Search, core: Core, flat: Flat, ascent: Ascent) -> bool:
     return outcome.done
 
 
-def divide(search: Search, core: Core, ascent: Ascent) -> bool:
+def divide(search: SearchState, core: PresolvedProblem, ascent: Ascent) -> bool:
     """Branch: the strategies of a node in two parts, the better one first; whether both are proven to hold nothing better."""
     node, parts = halves(core, ascent)
     proven = True
@@ -249,5 +249,5 @@ def divide(search: Search, core: Core, ascent: Ascent) -> bool:
         drop(part, node, kept)
         tighten(part, search.deadline)
         moments = core.moments
-        proven &= settle(search, part, carried(ascent.best_price, moments, part.moments))
+        proven &= search_core(search, part, carried(ascent.best_price, moments, part.moments))
     return proven

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from .flat_arrays import Flat, ranges
+from .flat_arrays import FlatProblem, ranges
 from .problem import Array
 
 #: Entries of a table from which on it is worth a step of its own.
 LARGE = 4096
 
 
-def table_of(flat: Flat, edge: int, forward: bool) -> Array:
+def table_of(flat: FlatProblem, edge: int, forward: bool) -> Array:
     """An edge's table as it stands, the near node's strategies as rows."""
     head, tail = flat.size[flat.head[edge]], flat.size[flat.tail[edge]]
     table = flat.table[flat.at[edge] : flat.at[edge + 1]].reshape(head, tail)
@@ -26,7 +26,7 @@ def table_of(flat: Flat, edge: int, forward: bool) -> Array:
 class Level:
     """Nodes that can be processed together in one direction, and the edges that lead on from them."""
 
-    def __init__(self, flat: Flat, nodes: Array, edges: Array, forward: bool, into: Array, out_of: Array) -> None:
+    def __init__(self, flat: FlatProblem, nodes: Array, edges: Array, forward: bool, into: Array, out_of: Array) -> None:
         near, far = (flat.head, flat.tail) if forward else (flat.tail, flat.head)
         self.nodes = nodes
         self.positions = ranges(flat.first[nodes], flat.size[nodes])
@@ -67,7 +67,7 @@ class Level:
             new[first:last] = (value[start:end, None] + table).min(0)
         return new
 
-    def table_at(self, flat: Flat, chosen: Array) -> Array:
+    def table_at(self, flat: FlatProblem, chosen: Array) -> Array:
         """The rows of the edges' tables that the choices of the near nodes pick."""
         if self.forward:
             return flat.table[ranges(self.base + chosen * self.columns, self.columns)]
@@ -79,7 +79,7 @@ class Level:
 class Messages:
     """The messages of a core and the bound they prove, at given prices of memory."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatProblem) -> None:
         self.flat = flat
         heads, tails = flat.size[flat.head], flat.size[flat.tail]
         self.to_head = np.cumsum(heads) - heads

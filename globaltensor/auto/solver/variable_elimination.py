@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .presolve import Core
+from .presolve import PresolvedProblem
 from .problem import Array
 
 #: The most entries of a table that is kept.
@@ -71,7 +71,7 @@ class Elimination:
         self.fits = not around
 
     @classmethod
-    def of(cls, core: Core) -> Elimination:
+    def of(cls, core: PresolvedProblem) -> Elimination:
         """Of a core's live nodes, numbered in order."""
         nodes = sorted(core.live)
         index = {i: n for n, i in enumerate(nodes)}

@@ -10,8 +10,8 @@ from ...errors import WorldError
 from ..communicator import Channel, Message
 from ..world import ProcessWorld
 from .process_group_comm import Background
-from .shared_memory import Gone, Neighbours, Part
-from .shared_memory_comm import SharedComm, topic
+from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers
+from .shared_memory_comm import SharedMemoryCommunicator, stable_hash
 
 __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 
@@ -124,12 +124,12 @@ class SharedChannel(MessageChannel):
 
     def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
         super().__init__(world, source, target, device)
-        self._near: Neighbours | None = None
-        self._topic, self._number = topic(("channel", source, target, device.type)), 0
+        self._near: SharedMemoryPeers | None = None
+        self._topic, self._number = stable_hash(("channel", source, target, device.type)), 0
 
     def connect(self) -> None:
         both = self.world.comm((min(self.source, self.target), max(self.source, self.target)))
-        if isinstance(both, SharedComm):
+        if isinstance(both, SharedMemoryCommunicator):
             self._near = both.near(torch.device("cpu"))
 
     def _send(self, data: Tensor) -> Message:
@@ -138,7 +138,7 @@ class SharedChannel(MessageChannel):
         self._number += 1
         try:
             self._near.leave(self._topic, self._number, [(data, (self.target,))])
-        except Gone as error:
+        except PeerLost as error:
             raise _broken(self, error) from error
         return _Left()
 
@@ -162,10 +162,10 @@ class _Left(Message):
 class _Awaited(Message):
     """A message that its sender leaves."""
 
-    def __init__(self, channel: Channel, near: Neighbours, topic: int, number: int, data: Tensor) -> None:
+    def __init__(self, channel: Channel, near: SharedMemoryPeers, topic: int, number: int, data: Tensor) -> None:
         self._channel, self._near, self._name, self._data = channel, near, (channel.source, topic, number), data
         self._waits = True
-        self._part: Part | None = None  # that has come and is not yet copied
+        self._part: SharedBlock | None = None  # that has come and is not yet copied
 
     def over(self) -> bool:
         return not self._waits or self._near.there(*self._name)
@@ -175,7 +175,7 @@ class _Awaited(Message):
             self._waits = False
             try:
                 self._part = self._near.find(*self._name, self._data.numel(), self._channel.world.patience)  # type: ignore[attr-defined]
-            except Gone as error:
+            except PeerLost as error:
                 raise _broken(self._channel, error) from error
 
     def wait(self) -> None:

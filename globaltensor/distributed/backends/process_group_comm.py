@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..._base.user_code import user_line
 from ...errors import WorldError
-from ..communicator import Comm, Handle, Scattered, as_bytes, combine
+from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, due, spelled
 from ..world import ProcessWorld
 
-__all__ = ["MessageComm", "ProcessComm"]
+__all__ = ["P2PCommunicator", "ProcessGroupCommunicator"]
 
 _TAG: Final = 7001  # keeps our messages apart from those of the user's own send and recv
 _BACKGROUND_TAG: Final = 7002  # and those of the background thread apart from ours
@@ -45,7 +45,7 @@ _gather_evenly: Callable[..., object] = vars(dist).get("all_gather_single", dist
 _scatter_evenly: Callable[..., object] = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class MessageComm(Comm):
+class P2PCommunicator(Communicator):
     """Collectives made of point-to-point messages between processes, on cpu tensors (others go through host memory)."""
 
     world: ProcessWorld
@@ -92,7 +92,7 @@ class MessageComm(Comm):
 class _Messages:
     """Messages of one exchange, under way."""
 
-    def __init__(self, comm: MessageComm, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
+    def __init__(self, comm: P2PCommunicator, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
         self._comm, carrier, ranks = comm, comm.carrier, comm.ranks
         try:
             self._works = [carrier.recv([t], ranks[i], tag) for i, t in recvs.items()]
@@ -108,7 +108,7 @@ class _Messages:
             raise self._comm.broken("an exchange", error) from error
 
 
-class ProcessComm(MessageComm):
+class ProcessGroupCommunicator(P2PCommunicator):
     """Collectives over torch.distributed. The torch group is made when a collective first needs it, by its members alone."""
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
@@ -246,7 +246,7 @@ class ProcessComm(MessageComm):
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
         if self._mpi or self._native(out.device):
             return super()._all_gather_async(flat, numels, out)
-        lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)
+        lane = P2PCommunicator(self.world, self.ranks, _BACKGROUND_TAG)
         return background(self.world).submit(lambda: lane._all_gather(flat, numels, out))
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
@@ -268,13 +268,13 @@ class ProcessComm(MessageComm):
             dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
 
-    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
         mine, order = sends[self.index], self._order
         numels = [s.numel() for s in sends]
         if self._reduces(mine):
             out = torch.empty_like(mine)
             work = dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True)
-            return Scattered(_Work(self, work), lambda: out)
+            return ReduceScatterHandle(_Work(self, work), lambda: out)
         if not self._dense(mine, max(self.size * max(numels), sum(numels))):
             return super()._reduce_scatter_async(sends, op)
         # Everyone's chunks for this rank, its own left where it is; they are added once they are here.
@@ -288,7 +288,7 @@ class ProcessComm(MessageComm):
             found = dict(zip(others, target.split_with_sizes([n] * len(others)), strict=True)) | {self.index: mine}
             return combine([found[i] for i in range(self.size)], op, spare=1 - self.index if self.size == 2 else None)
 
-        return Scattered(_Work(self, work), add)
+        return ReduceScatterHandle(_Work(self, work), add)
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         if not self._reduces(flat):
@@ -308,7 +308,7 @@ class ProcessComm(MessageComm):
             return _Work(self, self.group.allreduce([flat], how))
         if self._native(flat.device):
             return super()._all_reduce_async(flat, op)
-        lane = MessageComm(self.world, self.ranks, _BACKGROUND_TAG)
+        lane = P2PCommunicator(self.world, self.ranks, _BACKGROUND_TAG)
         return background(self.world).submit(lambda: lane._all_reduce_in_place(flat.detach().view(-1), op))
 
     def _tell_all(self, flat: Tensor, op: str) -> Handle:
@@ -338,7 +338,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 class _Work:
     """A torch work that raises our error."""
 
-    def __init__(self, comm: MessageComm, work: dist.Work | None) -> None:
+    def __init__(self, comm: P2PCommunicator, work: dist.Work | None) -> None:
         self.comm, self.work = comm, work
 
     def wait(self) -> None:
@@ -352,7 +352,7 @@ class _Work:
 class _Told(_Work):
     """The numbers of others, on their way; they are combined into ``flat`` where they are waited for."""
 
-    def __init__(self, comm: MessageComm, work: dist.Work, flat: Tensor, parts: list[Tensor], op: str) -> None:
+    def __init__(self, comm: P2PCommunicator, work: dist.Work, flat: Tensor, parts: list[Tensor], op: str) -> None:
         super().__init__(comm, work)
         self._flat, self._parts, self._op = flat, parts, op
 

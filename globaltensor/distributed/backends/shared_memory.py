@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["VARIABLE", "Gone", "Neighbours", "Part", "host"]
+__all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 
 VARIABLE: Final = "GLOBALTENSOR_SHARED_MEMORY"
 _FILE: Final = 64 << 20  # bytes of a memory file, which takes only as many as were written
@@ -41,7 +41,7 @@ _SLICE: Final = 0.05  # seconds between looks at what another thread may have he
 _LOOKS: Final = 40  # at a socket before sleeping
 
 
-class Gone(RuntimeError):
+class PeerLost(RuntimeError):
     """What a neighbour was to leave cannot come any more, or is not what was expected."""
 
 
@@ -142,7 +142,7 @@ class _Arena:
         self.files, self._lent = [], {}
 
 
-class Part:
+class SharedBlock:
     """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``; and the digest of what it belongs to."""
 
     def __init__(self, file: _File, mark: int, start: int, nbytes: int, digest: bytes) -> None:
@@ -173,7 +173,7 @@ class _Peer:
         self.files, self.left = [], True
 
 
-class Neighbours:
+class SharedMemoryPeers:
     """This rank among those of its host: what they leave for one another, by topic and number, which both sides know. Raises OSError where the system does not
     let it have what it takes."""
 
@@ -204,7 +204,7 @@ class Neighbours:
                 try:
                     self._answer()
                 except TimeoutError:
-                    raise Gone(f"rank {missing[0]}, of the same host, did not connect within {seconds():.0f} s") from None
+                    raise PeerLost(f"rank {missing[0]}, of the same host, did not connect within {seconds():.0f} s") from None
 
     def _connected(self, rank: int) -> bool:
         peer = self._peers.get(rank)
@@ -217,7 +217,7 @@ class Neighbours:
             end.sendall(_HELLO.pack(self.rank, purpose))
         except OSError as error:
             end.close()
-            raise Gone(f"rank {rank}, of the same host, cannot be reached: {error}") from error
+            raise PeerLost(f"rank {rank}, of the same host, cannot be reached: {error}") from error
         return end
 
     def _answer(self) -> None:
@@ -272,7 +272,7 @@ class Neighbours:
     def _tell(self, rank: int, note: bytes) -> None:
         peer = self._peers[rank]
         if peer.left or peer.notes is None or peer.descriptors is None:
-            raise Gone(f"rank {rank} has gone")
+            raise PeerLost(f"rank {rank} has gone")
         try:
             while peer.told < len(self._arena.files):
                 descriptor, size, _ = self._arena.files[peer.told]
@@ -286,13 +286,13 @@ class Neighbours:
                     select.select([], [peer.notes], [], 0.001)
         except OSError as error:
             self._lost(rank, peer)
-            raise Gone(f"rank {rank} has gone: {error}") from error
+            raise PeerLost(f"rank {rank} has gone: {error}") from error
 
     def _let_read(self) -> None:
         while self._arena.unread() > _UNREAD // 2:
             self._hear_all()
             if gone := [rank for rank, peer in self._peers.items() if peer.left]:
-                raise Gone(f"rank {gone[0]} has gone")
+                raise PeerLost(f"rank {gone[0]} has gone")
             time.sleep(0.0005)
 
     # Reading
@@ -305,7 +305,7 @@ class Neighbours:
                 self._hear(rank, peer)
         return wanted in self._here or peer.left
 
-    def find(self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]) -> Part:
+    def find(self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]) -> SharedBlock:
         """Return what ``rank`` leaves; wait until it is there. Raises Gone if it has not ``nbytes``, where these are given, or does not come in that time."""
         wanted = rank, topic, number
         found = self._here.pop(wanted, None)
@@ -313,8 +313,8 @@ class Neighbours:
             found = self._await(wanted, seconds)
         digest, file, mark, start, size = found
         if nbytes is not None and size != nbytes:
-            raise Gone(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
-        return Part(self._file(rank, file), mark, start, size, digest)
+            raise PeerLost(f"rank {rank} has sent {size} bytes where {nbytes} were expected: the ranks do different things")
+        return SharedBlock(self._file(rank, file), mark, start, size, digest)
 
     # Reports
 
@@ -329,7 +329,7 @@ class Neighbours:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank, peer in list(self._peers.items()):
             if not peer.left:
-                with contextlib.suppress(Gone):
+                with contextlib.suppress(PeerLost):
                     self.leave(topic, number, [(flat, [rank])])
 
     def report(self, data: bytes) -> None:
@@ -349,7 +349,7 @@ class Neighbours:
             return b""
         try:
             part = self.find(rank, _REPORTS, peer.reports, None, lambda: seconds)
-        except Gone:
+        except PeerLost:
             return b""
         peer.reports += 1
         data: bytes = part.data.numpy().tobytes()
@@ -379,7 +379,7 @@ class Neighbours:
             if found is not None:
                 return found
             if peer.left:
-                raise Gone(f"rank {rank} has gone")
+                raise PeerLost(f"rank {rank} has gone")
             looks += 1
             if looks <= _LOOKS:
                 os.sched_yield()
@@ -387,7 +387,7 @@ class Neighbours:
             now = time.monotonic()
             end = end or now + seconds()
             if now > end:
-                raise Gone(f"nothing has come from rank {rank} for {seconds():.0f} s: timed out")
+                raise PeerLost(f"nothing has come from rank {rank} for {seconds():.0f} s: timed out")
             self._ready.poll(min(_SLICE, end - now + 0.001))
 
     def _hear_all(self) -> None:
@@ -449,6 +449,6 @@ def _leave_to_parent() -> None:
         each.close()
 
 
-_ALL: Final[weakref.WeakSet[Neighbours]] = weakref.WeakSet()
+_ALL: Final[weakref.WeakSet[SharedMemoryPeers]] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ...errors import GlobalTensorError
-from ..communicator import Handle, Scattered, as_bytes, combine
+from ..communicator import Handle, ReduceScatterHandle, as_bytes, combine
 from ..world import ProcessWorld
-from .process_group_comm import MessageComm, ProcessComm
-from .shared_memory import Gone, Neighbours, Part, host
+from .process_group_comm import P2PCommunicator, ProcessGroupCommunicator
+from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
 
-__all__ = ["SharedComm", "topic"]
+__all__ = ["SharedMemoryCommunicator", "stable_hash"]
 
 _MANY: Final = 16  # ranks; each reads what every other has left
 _PIECE: Final = (1 << 24) - (1 << 12)  # bytes, which fit into a block of 16 MB
@@ -33,17 +33,17 @@ _PLACE: Final = 512  # bytes in which a rank says where it is
 _Left = tuple[Tensor, Sequence[int]]
 
 
-class SharedComm(ProcessComm):
+class SharedMemoryCommunicator(ProcessGroupCommunicator):
     """Collectives among ranks that may all be on one host, which they find out when they first call one."""
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
         self._others = [i for i in range(self.size) if i != self.index]
-        self._topic = topic(ranks)
+        self._topic = stable_hash(ranks)
         self._number, self._asked = 0, False
-        self._found: Neighbours | None = None
+        self._found: SharedMemoryPeers | None = None
 
-    def near(self, device: torch.device) -> Neighbours | None:
+    def near(self, device: torch.device) -> SharedMemoryPeers | None:
         """Those of this host, where all are of it and they can carry this."""
         if device.type != "cpu" or self._native(device) or self.size > _MANY:
             return None
@@ -51,45 +51,45 @@ class SharedComm(ProcessComm):
             self._found, self._asked = self._meet(), True
         return self._found
 
-    def _meet(self) -> Neighbours | None:
+    def _meet(self) -> SharedMemoryPeers | None:
         mine = neighbours(self.world)
         told = pickle.dumps((host(), mine.name) if mine else ("", ""))
         there = torch.frombuffer(bytearray(told.ljust(_PLACE, b"\0")), dtype=torch.uint8)
-        places = MessageComm(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
+        places = P2PCommunicator(self.world, self.ranks)._all_gather_parts(there, [_PLACE] * self.size)
         found = [pickle.loads(place.numpy().tobytes()) for place in places]
         if mine is None or {where for where, _ in found} != {host()}:
             return None
         try:
             mine.connect({self.ranks[i]: found[i][1] for i in self._others}, self.world.patience)
-        except Gone as error:
+        except PeerLost as error:
             raise self.broken("the first collective", error) from error
         return mine
 
     # What everything is made of
 
-    def _leave(self, near: Neighbours, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
+    def _leave(self, near: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False) -> None:
         try:
             near.leave(self._topic, number, [(data, [self.ranks[i] for i in to]) for data, to in parts], patient, self._digest)
-        except Gone as error:
+        except PeerLost as error:
             raise self._gone(near, error) from error
 
-    def _find(self, near: Neighbours, number: int, i: int, nbytes: int, digest: bytes) -> Part:
+    def _find(self, near: SharedMemoryPeers, number: int, i: int, nbytes: int, digest: bytes) -> SharedBlock:
         try:
             part = near.find(self.ranks[i], self._topic, number, None, self.world.patience)
-        except Gone as error:
+        except PeerLost as error:
             raise self._gone(near, error) from error
         if part.digest != digest:
             raise self._diverged(lambda data: self._reports(near, data))
         if part.data.numel() != nbytes:
             sent = f"rank {self.ranks[i]} has sent {part.data.numel()} bytes where {nbytes} were expected"
-            raise self.broken("a collective", Gone(f"{sent}: the ranks do different things"))
+            raise self.broken("a collective", PeerLost(f"{sent}: the ranks do different things"))
         return part
 
-    def _reports(self, near: Neighbours, data: bytes) -> list[bytes]:
+    def _reports(self, near: SharedMemoryPeers, data: bytes) -> list[bytes]:
         near.report(data)
         return [data if i == self.index else near.read_report(rank, _REPORT_SECONDS) for i, rank in enumerate(self.ranks)]
 
-    def _gone(self, near: Neighbours, error: Gone) -> GlobalTensorError:
+    def _gone(self, near: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
         """The error where another rank does not come any more: it may have said why."""
         if self.world.compares and any(near.has_report(rank) for rank in self.ranks if rank != self.world.rank):
             return self._diverged(lambda data: self._reports(near, data))
@@ -103,7 +103,7 @@ class SharedComm(ProcessComm):
         self._number += 1
         return self._number << 20
 
-    def _move(self, near: Neighbours, sends: Sequence[_Left], recvs: Mapping[int, Tensor]) -> None:
+    def _move(self, near: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]) -> None:
         """Send flat bytes, and fill others from where they come."""
         number = self._next()
         longest = max([0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())])
@@ -117,7 +117,7 @@ class SharedComm(ProcessComm):
                     piece.copy_(part.data)
                     part.done()
 
-    def _fold(self, near: Neighbours, sends: Mapping[int, Tensor], mine: Tensor, op: str, out: Tensor) -> None:
+    def _fold(self, near: SharedMemoryPeers, sends: Mapping[int, Tensor], mine: Tensor, op: str, out: Tensor) -> None:
         """Send flat tensors; ``out``: ``mine`` combined with what everyone sends here. It may be ``mine``. One send for all is written once."""
         number, size, flats = self._next(), mine.itemsize, list(sends.values())
         same = len({id(flat) for flat in flats}) == 1
@@ -132,7 +132,7 @@ class SharedComm(ProcessComm):
             if mine.numel() > at:
                 self._add(near, number + k, mine[at : at + step], op, out[at : at + step])
 
-    def _add(self, near: Neighbours, number: int, mine: Tensor, op: str, out: Tensor) -> None:
+    def _add(self, near: SharedMemoryPeers, number: int, mine: Tensor, op: str, out: Tensor) -> None:
         found = {i: self._find(near, number, i, mine.nbytes, self._digest) for i in self._others}
         parts = [mine if i == self.index else found[i].data.view(mine.dtype) for i in range(self.size)]
         _combine_into(parts, op, out)
@@ -155,13 +155,13 @@ class SharedComm(ProcessComm):
         if sends:
             self._leave(near, number, [(data, (i,)) for i, data in sends.items()])
 
-        def read(parts: Sequence[Part]) -> None:
+        def read(parts: Sequence[SharedBlock]) -> None:
             for out, part in zip(recvs.values(), parts, strict=True):
                 out.copy_(part.data)
 
         return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
 
-    def _to_all(self, near: Neighbours, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _to_all(self, near: SharedMemoryPeers, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         into = {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()}
         self._move(near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into)
 
@@ -201,7 +201,7 @@ class SharedComm(ProcessComm):
             slots[self.index].copy_(flat)
         return None
 
-    def _gather(self, near: Neighbours, flat: Tensor, slots: Sequence[Tensor]) -> None:
+    def _gather(self, near: SharedMemoryPeers, flat: Tensor, slots: Sequence[Tensor]) -> None:
         self._move(near, [(as_bytes(flat), self._others)] if flat.numel() else [], {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()})
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -214,7 +214,7 @@ class SharedComm(ProcessComm):
         slots[self.index].copy_(flat)
         there = [i for i in self._others if numels[i]]
 
-        def read(parts: Sequence[Part]) -> None:
+        def read(parts: Sequence[SharedBlock]) -> None:
             for i, part in zip(there, parts, strict=True):
                 as_bytes(slots[i]).copy_(part.data)
 
@@ -238,7 +238,7 @@ class SharedComm(ProcessComm):
         self._fold(near, {i: sends[i] for i in self._others}, mine, op, out)
         return out
 
-    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> Scattered:
+    def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
         mine = sends[self.index]
         near = self.near(mine.device) if max(s.nbytes for s in sends) * self.size <= _AHEAD else None
         if near is None:
@@ -247,14 +247,14 @@ class SharedComm(ProcessComm):
         if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
             self._leave(near, number, parts)
         there = self._others if mine.numel() else []
-        return Scattered(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
+        return ReduceScatterHandle(_Ahead(self, near, number, [(i, mine.nbytes) for i in there], self._folding(mine, op, out)), lambda: out)
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
         near = self.near(flat.device)
         if near is None:
             return super()._all_reduce(flat, op)
         if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
-            return super(ProcessComm, self)._all_reduce(flat, op)  # of a reduce-scatter and an all-gather
+            return super(ProcessGroupCommunicator, self)._all_reduce(flat, op)  # of a reduce-scatter and an all-gather
         out = torch.empty_like(flat)
         self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
         return out
@@ -267,8 +267,8 @@ class SharedComm(ProcessComm):
         self._leave(near, number, [(as_bytes(mine), self._others)])
         return _Ahead(self, near, number, [(i, mine.nbytes) for i in self._others], self._folding(mine, op, mine))
 
-    def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[Part]], None]:
-        def read(found: Sequence[Part]) -> None:
+    def _folding(self, mine: Tensor, op: str, out: Tensor) -> Callable[[Sequence[SharedBlock]], None]:
+        def read(found: Sequence[SharedBlock]) -> None:
             if not found:
                 return
             parts = [part.data.view(mine.dtype) for part in found]
@@ -281,7 +281,14 @@ class SharedComm(ProcessComm):
 class _Ahead:
     """A collective whose parts are on their way; ``read`` takes them where they are waited for."""
 
-    def __init__(self, comm: SharedComm, near: Neighbours, number: int, there: Sequence[tuple[int, int]], read: Callable[[Sequence[Part]], None]) -> None:
+    def __init__(
+        self,
+        comm: SharedMemoryCommunicator,
+        near: SharedMemoryPeers,
+        number: int,
+        there: Sequence[tuple[int, int]],
+        read: Callable[[Sequence[SharedBlock]], None],
+    ) -> None:
         self._comm, self._near, self._number, self._there, self._read = comm, near, number, list(there), read
         self._digest = comm._digest
 
@@ -307,14 +314,14 @@ def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:
         out.copy_(total)
 
 
-def topic(of: object) -> int:
+def stable_hash(of: object) -> int:
     """A number for what both sides can write down alike."""
     return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
 
 
-def neighbours(world: ProcessWorld) -> Neighbours | None:
+def neighbours(world: ProcessWorld) -> SharedMemoryPeers | None:
     """This rank among those of its host; None where it shares no memory."""
     if world.neighbours is None and host():
         with contextlib.suppress(OSError):
-            world.neighbours = Neighbours(world.rank)
+            world.neighbours = SharedMemoryPeers(world.rank)
     return world.neighbours

@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from .log_streams import STDERR, STDOUT, Pump, Stream, say
 from .mpirun import Mpirun
-from .node_rendezvous import FixedNodes, TCPStore, Watch, serve
-from .workers import Keeper, Rank, Team, signal_name, start_here
+from .node_rendezvous import NodeMonitor, StaticRendezvous, TCPStore, serve
+from .workers import LocalWorkers, OrphanReaper, Rank, signal_name, start_here
 
 __all__ = ["NodeAgent", "Signals"]
 
@@ -86,15 +86,15 @@ class NodeAgent(SimpleElasticAgent):
         grace: float,
         beat: tuple[float, int],
         pump: Pump,
-        keeper: Keeper,
+        keeper: OrphanReaper,
         signals: Signals,
     ) -> None:
         super().__init__(spec)
         self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = command, variables, logs, prefix, grace, beat
         self._pump, self._keeper, self._signals = pump, keeper, signals
         self._mpirun = Mpirun(pump, signals.check) if mpi else None
-        self._team: Team | None = None
-        self._watch: Watch | None = None
+        self._team: LocalWorkers | None = None
+        self._watch: NodeMonitor | None = None
         self._server: TCPStore | None = None  # where the ranks meet, if this node serves it
         self._done = False
         self._starts = 0  # restarts, and changes in the number of nodes
@@ -107,11 +107,11 @@ class NodeAgent(SimpleElasticAgent):
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         where, met = self._meeting_point(worker_group), _met(worker_group)
         ranks = self._ranks(worker_group, where, restarts)
-        self._team = Team(ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here)
+        self._team = LocalWorkers(ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here)
         self._team.start(again=self._starts > 1)
         self._done = False
         if met.group_world_size > 1:
-            self._watch = Watch(met.store, met.group_rank, met.group_world_size, *self._beat, where)
+            self._watch = NodeMonitor(met.store, met.group_rank, met.group_world_size, *self._beat, where)
         return {rank.local_rank: rank.process.pid if rank.process else None for rank in ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -122,7 +122,7 @@ class NodeAgent(SimpleElasticAgent):
             return self._failed(team.failed_by(lambda: self._signals.received or (watch is not None and watch.news)))
         if watch is not None and watch.news:
             self.code = watch.code
-            if watch.final and isinstance(worker_group.spec.rdzv_handler, FixedNodes):
+            if watch.final and isinstance(worker_group.spec.rdzv_handler, StaticRendezvous):
                 self._remaining_restarts = 0  # there will be too few nodes
             self._end(team)
             say(f"{watch.news}\nthis node's {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} had to end with it")
@@ -159,7 +159,7 @@ class NodeAgent(SimpleElasticAgent):
 
     # Parts of it
 
-    def _end(self, team: Team) -> None:
+    def _end(self, team: LocalWorkers) -> None:
         asked = len(self._signals.received)
         team.end(signal.SIGTERM, self._grace, hurry=lambda: len(self._signals.received) > asked)
 
@@ -178,7 +178,7 @@ class NodeAgent(SimpleElasticAgent):
         failures = {rank.rank: ProcessFailure(rank.local_rank, rank.process.pid if rank.process else 0, rank.code or 0, "") for rank in failed}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _lost_mpirun(self, team: Team, mpirun: Mpirun) -> RunResult:
+    def _lost_mpirun(self, team: LocalWorkers, mpirun: Mpirun) -> RunResult:
         self.code, told = mpirun.epitaph()
         if self._watch is not None:
             self._watch.tell(told, self.code, self._remaining_restarts == 0)
@@ -243,7 +243,7 @@ class NodeAgent(SimpleElasticAgent):
         """The store where the ranks meet, which the first node serves: the launchers' own, but ranks started again must not find what others left in it."""
         handler = group.spec.rdzv_handler
         self._starts += 1
-        if isinstance(handler, FixedNodes) and self._starts == 1:
+        if isinstance(handler, StaticRendezvous) and self._starts == 1:
             return handler.addr, handler.port
         met = _met(group)
         if met.group_rank == 0:

@@ -16,7 +16,7 @@ from ..._base.writable_path import check_writable
 from ...errors import WorldError
 from ..network import is_here, own_address
 from .elastic_agent import Signals
-from .node_rendezvous import CONNECT_SECONDS, FixedNodes, Interruptible
+from .node_rendezvous import CONNECT_SECONDS, Interruptible, StaticRendezvous
 
 __all__ = ["ROLE", "Job", "Output", "in_one_line"]
 
@@ -118,7 +118,9 @@ class Job:
         wait = self._seconds("timeout", _timeout())
         if self.rdzv_backend == "static":
             connect = self._seconds("connect_timeout", min(CONNECT_SECONDS, wait))
-            return FixedNodes(self.addr, self.port, self.node_rank, self.nnodes[1], self.nproc_per_node, self.rdzv_id or "none", signals.check, connect, wait)
+            return StaticRendezvous(
+                self.addr, self.port, self.node_rank, self.nnodes[1], self.nproc_per_node, self.rdzv_id or "none", signals.check, connect, wait
+            )
         if not self.rdzv_endpoint:
             raise WorldError(f"--rdzv_backend {self.rdzv_backend} needs --rdzv_endpoint HOST:PORT: where one of the nodes, or a server, is to be met")
         conf: dict[str, Any] = {"join_timeout": int(wait), **self.rdzv_conf}

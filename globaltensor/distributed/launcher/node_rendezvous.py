@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from ...errors import WorldError
 from .log_streams import say
 
-__all__ = ["FixedNodes", "Interruptible", "TCPStore", "Watch", "bound", "serve"]
+__all__ = ["Interruptible", "NodeMonitor", "StaticRendezvous", "TCPStore", "bound", "serve"]
 
 CONNECT_SECONDS: Final = 45.0  # for node 0 to answer
 _NO_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a setting of torch's, read at each rendezvous
@@ -59,7 +59,7 @@ def serve(port: int = 0) -> TCPStore:
     return TCPStore("localhost", number, None, True, timedelta(seconds=_STORE_SECONDS), False, master_listen_fd=held.detach())
 
 
-class FixedNodes(RendezvousHandler):
+class StaticRendezvous(RendezvousHandler):
     """The meeting of a fixed number of nodes. ``check`` is called while it waits, and may raise."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Interruptible(RendezvousHandler):
         return self._inner.shutdown()
 
 
-class Watch:
+class NodeMonitor:
     """What becomes of the other nodes while the ranks run. A thread: the store may take its time to answer.
 
     ``interval`` and ``attempts``: a launcher that has not shown that it lives for their product of seconds counts as dead.

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from .log_streams import STDERR, STDOUT, Pump, Stream, say
 
-__all__ = ["Keeper", "Process", "Rank", "Team", "start_here", "stdin", "tethered"]
+__all__ = ["LocalWorkers", "OrphanReaper", "Process", "Rank", "start_here", "stdin", "tethered"]
 
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end what has got SIGKILL
@@ -113,10 +113,10 @@ class Rank:
         return f"rank {self.rank} (local rank {self.local_rank}, pid {self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
 
 
-class Keeper:
+class OrphanReaper:
     """A process that outlives this one for a moment, and ends what ranks have started where this one can't any more. Leaving the block ends it."""
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> OrphanReaper:
         command = [sys.executable, "-I", "-S", str(_KEEPER)]
         null = subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, text=True, bufsize=1)
@@ -140,10 +140,10 @@ class Keeper:
             self._process.stdin.write(f"{text}\n")
 
 
-class Team:
+class LocalWorkers:
     """This node's ranks, which live and end together. ``start``: how their processes begin."""
 
-    def __init__(self, ranks: Sequence[Rank], pump: Pump, keeper: Keeper, start: Callable[[Sequence[Rank]], None]) -> None:
+    def __init__(self, ranks: Sequence[Rank], pump: Pump, keeper: OrphanReaper, start: Callable[[Sequence[Rank]], None]) -> None:
         self.ranks, self._pump, self._keeper, self._start = list(ranks), pump, keeper, start
 
     def start(self, again: bool = False) -> None:

@@ -21,7 +21,7 @@ from ...sharding.spec import Spec
 from ..simulate import simulate
 from ..world import placeholder, world
 
-__all__ = ["Parcel", "assembled", "load", "pack", "register_wrapper", "save", "unpack"]
+__all__ = ["SerializedValue", "assembled", "load", "pack", "register_wrapper", "save", "unpack"]
 
 
 class _Tensor(NamedTuple):
@@ -34,7 +34,7 @@ class _Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SerializedValue:
     """A value on its way: ``body`` is its pickle, in which a tensor is an index into ``tensors``."""
 
     body: bytes
@@ -57,7 +57,7 @@ def _is_global(x: object) -> TypeGuard[torch.Tensor]:
     return isinstance(x, torch.Tensor) and bool(x.is_global)  # type: ignore[attr-defined]
 
 
-def pack(value: object) -> Parcel:
+def pack(value: object) -> SerializedValue:
     """Make a value ready to be sent. Raises what pickle raises where something in it cannot be: TypeError, PicklingError, AttributeError ..."""
     kept: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors live until the end: their ids are keys
 
@@ -67,7 +67,7 @@ def pack(value: object) -> Parcel:
         return kept.setdefault(id(tensor), (len(kept), tensor))[0]
 
     body = _pickled(value, index)
-    return Parcel(body, tuple(_sent(tensor) for _, tensor in kept.values()))
+    return SerializedValue(body, tuple(_sent(tensor) for _, tensor in kept.values()))
 
 
 def _pickled(value: object, index: Any) -> bytes:
@@ -98,20 +98,20 @@ def _sent(tensor: torch.Tensor) -> _Tensor:
     return _Tensor(plain, spec, tensor.requires_grad and tensor.is_leaf, is_parameter)
 
 
-def save(parcel: Parcel, path: Path) -> None:
+def save(parcel: SerializedValue, path: Path) -> None:
     """Write a parcel; the file appears whole or not at all."""
     unfinished = path.with_name(path.name + ".unfinished")
     torch.save(parcel, unfinished)
     unfinished.rename(path)
 
 
-def load(path: Path) -> Parcel:
+def load(path: Path) -> SerializedValue:
     """Read a parcel that this user's own processes have written."""
-    parcel: Parcel = torch.load(path, map_location="cpu", weights_only=False)
+    parcel: SerializedValue = torch.load(path, map_location="cpu", weights_only=False)
     return parcel
 
 
-def unpack(parcel: Parcel, wholes: Sequence[torch.Tensor] | None = None) -> Any:
+def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None) -> Any:
     """The value. ``wholes``: what the global tensors in it have become; without it they are those of a world of one, whose part is the whole."""
     parts = [t.part for t in parcel.global_tensors] if wholes is None else list(wholes)
     these = iter(parts)
@@ -130,7 +130,7 @@ def _received(sent: _Tensor, value: torch.Tensor) -> torch.Tensor:
     return value.detach().requires_grad_(sent.requires_grad) if sent.requires_grad else value
 
 
-def assembled(parcels: Sequence[Parcel]) -> list[Any]:
+def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
     """The value that each rank has sent, global tensors as ordinary ones with the whole value, which the ranks that sent the same one share.
 
     The k-th global tensor of one rank belongs to the k-th of the others. Raises WorldError where they are not the same.

@@ -32,9 +32,9 @@ from ..backends.select import VARIABLE, choose, names
 from ..cluster_env import detect
 from ..launcher.log_streams import Pump, Stream
 from ..launcher.mpirun import Mpirun
-from ..launcher.workers import Keeper, Rank, Team, tethered
+from ..launcher.workers import LocalWorkers, OrphanReaper, Rank, tethered
 from .serialize import assembled, load, pack, unpack
-from .worker import Call, Failure
+from .worker import Failure, RemoteCall
 
 __all__ = ["run", "spawn"]
 
@@ -75,17 +75,17 @@ def run(fn: Callable[..., T], *args: Any, nprocs: int = 2, backend: str = "auto"
     call = _call(fn, args)
     from ..launch import reserved_port  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
 
-    with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port, Keeper() as keeper, Pump() as pump:
+    with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port, OrphanReaper() as keeper, Pump() as pump:
         folder, chosen = Path(name), choose(None if backend == "auto" else backend)
         (folder / "path.json").write_text(json.dumps(sys.path))
         torch.save(call, folder / "call")
         ranks = [_rank(folder, rank, nprocs, port, chosen) for rank in range(nprocs)]
         with contextlib.ExitStack() as stack:
-            team = Team(ranks, pump, keeper, _starter(chosen, pump, stack))
+            team = LocalWorkers(ranks, pump, keeper, _starter(chosen, pump, stack))
             stack.callback(team.close)
             stack.callback(team.end, grace=GRACE_SECONDS)
             team.start()
-            _Errand(team, folder).wait(timeout, start_timeout)
+            RunningCall(team, folder).wait(timeout, start_timeout)
         return assembled([load(folder / f"result.{rank}") for rank in range(nprocs)])
 
 
@@ -105,10 +105,10 @@ def _check(nprocs: int, timeout: float | None, start_timeout: float) -> None:
         raise WorldError(f"{told}: call the function itself, as every rank does, or call run from a process that is no rank")
 
 
-def _call(fn: Callable[..., Any], args: Sequence[Any]) -> Call:
+def _call(fn: Callable[..., Any], args: Sequence[Any]) -> RemoteCall:
     sources = {name: found[2] for name, found in list(linecache.cache.items()) if len(found) == 4 and not os.path.exists(name)}
     try:
-        return Call(pack((fn, args)), list(sys.argv), sources)
+        return RemoteCall(pack((fn, args)), list(sys.argv), sources)
     except Exception as error:
         told = f"globaltensor.run cannot send {getattr(fn, '__name__', fn)} and its arguments to the ranks: {type(error).__name__}: {error}"
         mend = "make what cannot be pickled (locks, open files, process groups, generators) inside the function"
@@ -159,10 +159,10 @@ def _start(ranks: Sequence[Rank]) -> None:
         rank.process = subprocess.Popen(tethered(rank.command), env=variables, **streams)
 
 
-class _Errand:
+class RunningCall:
     """A call under way. Its folder tells which ranks have begun, returned or failed (distributed/run/worker.py)."""
 
-    def __init__(self, team: Team, folder: Path) -> None:
+    def __init__(self, team: LocalWorkers, folder: Path) -> None:
         self.team, self.folder, self.n = team, folder, len(team.ranks)
 
     def wait(self, timeout: float | None, start_timeout: float) -> None:

@@ -26,18 +26,18 @@ import torch.distributed as dist
 
 from ...errors import WorldError
 from ..world import ProcessWorld, reset_world, running
-from .serialize import Parcel, pack, save, unpack
+from .serialize import SerializedValue, pack, save, unpack
 
-__all__ = ["Call", "Failure", "end_with", "main"]
+__all__ = ["Failure", "RemoteCall", "end_with", "main"]
 
 _LOOK_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     """What every rank calls. ``sources``: the text of files that are none, like a notebook's cells, for tracebacks."""
 
-    what: Parcel
+    what: SerializedValue
     arguments: Sequence[str]
     sources: Mapping[str, Sequence[str]]
 
@@ -48,7 +48,7 @@ class Failure:
 
     at: float
     traceback: str
-    error: Parcel | None
+    error: SerializedValue | None
 
 
 def main(folder: Path, rank: int, parent: int | None) -> None:
@@ -72,8 +72,8 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
         dist.destroy_process_group()
 
 
-def _answer(folder: Path, rank: int) -> Parcel:
-    call: Call = torch.load(folder / "call", weights_only=False)
+def _answer(folder: Path, rank: int) -> SerializedValue:
+    call: RemoteCall = torch.load(folder / "call", weights_only=False)
     sys.argv[:] = call.arguments
     for name, lines in call.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
@@ -101,7 +101,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
 
 
-def _sendable(error: BaseException) -> Parcel | None:
+def _sendable(error: BaseException) -> SerializedValue | None:
     """The exception, where it is one that can be raised elsewhere and comes out of its pickle as it went in."""
     if not isinstance(error, Exception):
         return None

@@ -14,11 +14,11 @@ from ..._base import torch_private
 from ..._base.pytree import tensors_in
 from ..._ops import autograd_function
 from ..._ops import backward as backward_pass
-from ..._ops.rules.deferred_mean import settle
+from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.grad import get_grad, set_grad
 from ..errors import GraphError
-from ..program.nodes import Step, backward
+from ..program.nodes import ProgramCall, backward
 from .reachability import leaves, reached
 from .recorder_base import Recorder, line
 
@@ -134,7 +134,7 @@ class Differentiated(Recorder):
         shares = x._leaf.kept if x._leaf is not None else x._grad_shard or x._spec
         self.modes()
         out = self.made(shares.local_shape(self.rank) if self.rank in shares.placement._coordinates else (0,), x._spec.dtype, local.device, [])
-        self.node(Step(lambda _: get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
+        self.node(ProgramCall(lambda _: get_grad(x)._local, "gradient"), (self.of(local),), {}, out, effect=True)
         found = self._grads[id(local)] = GlobalTensor.wrap(out, shares)
         return found
 
@@ -143,8 +143,8 @@ class Differentiated(Recorder):
             set_grad.__wrapped__(x, value)  # type: ignore[attr-defined]
         self.read = True
         self.modes()
-        spec = None if value is None else settle(value)._spec
-        step = Step(lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
+        spec = None if value is None else materialize(value)._spec
+        step = ProgramCall(lambda _, local: set_grad(x, None if spec is None else GlobalTensor.wrap(local, spec)), "set_gradient")
         self.node(step, (self.of(x._local), None if value is None else self.of(value._local)), {}, None, effect=True)
         self._grads[id(self.standing(x._local))] = value
 

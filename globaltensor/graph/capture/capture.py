@@ -14,10 +14,10 @@ from torch import fx
 from ..._base import torch_private
 from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._ops.dispatch import fresh_plans
-from ..._ops.rules.deferred_mean import settle
+from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients.reducer import reducer
-from ..._tensor.view_tracking import refresh
+from ..._tensor.view_tracking import refresh_view
 from ...distributed.world import set_world, world
 from ...sharding.spec import Spec
 from ..errors import GraphError
@@ -25,10 +25,10 @@ from ..program.nodes import backward
 from .checkpoint_regions import marked
 from .dry_world import DryWorld
 from .recorder_base import of_user
-from .recorders import Local, Logical
+from .recorders import LocalRecorder, LogicalRecorder
 from .single_device import on_one_device
 
-__all__ = ["Captured", "Result", "capture"]
+__all__ = ["CaptureResult", "Result", "capture"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Result:
 
 
 @dataclass
-class Captured:
+class CaptureResult:
     """What one run of build() came to."""
 
     logical: fx.Graph
@@ -57,9 +57,9 @@ class Captured:
 
 
 def capture(
-    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[Logical], Any],
+    build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, torch.Tensor], hooks: Callable[[LogicalRecorder], Any],
     imagined: bool = False,
-) -> Captured:
+) -> CaptureResult:
     """``args`` and ``kwargs``: the call's inputs; ``imagined``: those are meta tensors that stand for tensors on the cpu.
     ``named``: parameters and buffers by path. ``hooks(recorder)`` is a context in
     which modules say when they run. Raises GraphError where the code depends on data."""
@@ -67,8 +67,8 @@ def capture(
     fake = torch_private.fake_tensors()
     dry = DryWorld(real)
     with _as(dry, real), fresh_plans():
-        local = Local(fake, dry, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
-        logical = Logical(fake, local, {id(t): path for path, t in named.items()})
+        local = LocalRecorder(fake, dry, {id(t._local if isinstance(t, GlobalTensor) else t): path for path, t in named.items()})
+        logical = LogicalRecorder(fake, local, {id(t): path for path, t in named.items()})
         stand_ins = [_stand_in(t, fake, imagined) for t in object_tensors(kwargs, object_tensors(args, []))]
         these = iter(stand_ins)
         args, kwargs = replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
@@ -82,7 +82,7 @@ def capture(
                     out = build(*args, **kwargs)
                 with local:
                     for t in object_tensors(out, []):
-                        refresh(t)
+                        refresh_view(t)
         except torch_private.data_dependence() as error:
             raise GraphError(_depends(error)) from None
         outs = object_tensors(out, [])
@@ -92,10 +92,10 @@ def capture(
                 node.meta["watched"] = reducer().watchers.begun > 0  # whether build() may look at gradients on their way
         local.end()
         local.unseeded()
-        settled = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
+        settled = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in outs]
         local.graph.output(tuple(local.of(t) for t in settled))
         logical.graph.output(tuple(logical.of(t) for t in outs))
-    return Captured(
+    return CaptureResult(
         logical.graph, local.graph, local.constants, local.states, len(stand_ins), replaced_in_objects(out, iter(results)), local.scale is not None,  # type: ignore[arg-type]
         local.read,
         lambda: on_one_device(logical.graph, logical.constants, local.start),
@@ -105,7 +105,7 @@ def capture(
 
 
 @contextlib.contextmanager
-def _unchanged(logical: Logical) -> Iterator[None]:
+def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
     """Afterwards tensors from outside hold what they held before. Raises GraphError where build() has made one of another dtype, sbp or placement."""
     done = False
     try:
@@ -136,7 +136,7 @@ def _as(dry: Any, real: Any) -> Iterator[None]:
 
 def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     """An input without memory."""
-    real = settle(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
+    real = materialize(t)._local.detach() if isinstance(t, GlobalTensor) else t.detach()
     if imagined:
         with fake:
             stand_in = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype).requires_grad_(t.requires_grad)

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..._base import torch_private
 from ..._base.pytree import tensors_in
-from ..program.nodes import Step
+from ..program.nodes import ProgramCall
 
 __all__ = ["NotConstant", "evaluated", "nodes_in"]
 
@@ -57,7 +57,7 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
         node = todo.pop()
         if node in found:
             continue
-        if node.op == "placeholder" or isinstance(node.target, Step) or node.meta.get("random"):
+        if node.op == "placeholder" or isinstance(node.target, ProgramCall) or node.meta.get("random"):
             raise NotConstant
         found.add(node)
         todo += node.all_input_nodes

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..._base import torch_private
-from ...distributed.communicator import Comm
+from ...distributed.communicator import Communicator
 from ...distributed.world import World
 from ..errors import GraphError
 
@@ -22,7 +22,7 @@ class Untraceable(Exception):
     """A step communicates, or asks for a value, where a recorder looks into it: it has to be kept whole."""
 
 
-class DryComm(Comm):
+class DryComm(Communicator):
     """A communicator that sends nothing: what a step would receive has the right shape, and that is all that is asked of it."""
 
     world: DryWorld
@@ -73,7 +73,7 @@ class DryWorld(World):
         self._real = weakref.ref(real)  # which may hold what was dreamt up in this one
         self.met = 0  # how often ranks would have met
 
-    def _connect(self, ranks: tuple[int, ...]) -> Comm:
+    def _connect(self, ranks: tuple[int, ...]) -> Communicator:
         return DryComm(self, ranks)
 
     def device(self, type: str) -> torch.device:

@@ -14,20 +14,20 @@ from ..._base.pytree import object_tensors, replaced_in_objects
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.placement import Placement
 from ..errors import GraphError
-from ..module_settings import Block
+from ..module_settings import ModuleSettings
 from .batch_norm_average import averaged
-from .recorders import Logical
-from .side_effects import kept
+from .recorders import LogicalRecorder
+from .side_effects import restoring_modules
 
 __all__ = ["block_of", "lying", "stages_of", "watched"]
 
 
-def block_of(module: torch.nn.Module, blocks: Mapping[int, Block]) -> Block | None:
+def block_of(module: torch.nn.Module, blocks: Mapping[int, ModuleSettings]) -> ModuleSettings | None:
     """The settings of a module: the graph's own, and for what those leave open the stage that `flow.pipeline.cut`, or a plan, has given it."""
     own, cut = blocks.get(id(module)), module.__dict__.get("_stage")
     if own is None or cut is None or own.stage_id is not None:
         return own or cut
-    both = Block()
+    both = ModuleSettings()
     both.stage_id, both.placement = cut.stage_id, own.placement or cut.placement
     both.activation_checkpointing = own.activation_checkpointing or cut.activation_checkpointing
     return both
@@ -39,7 +39,9 @@ def _cut_off(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: Logical, own: dict[str, Any] | None = None) -> Iterator[None]:
+def watched(
+    modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings], logical: LogicalRecorder, own: dict[str, Any] | None = None
+) -> Iterator[None]:
     """While build() runs, ``logical`` knows path, stage and recomputed region of the module that runs. ``own``: the attributes of the graph."""
     watcher = _Watcher(logical)
     logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
@@ -47,14 +49,14 @@ def watched(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block],
         for name, module in modules.items():
             for path, part in module.named_modules():
                 watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
-        with averaged(modules), kept(modules, own or {}, logical):
+        with averaged(modules), restoring_modules(modules, own or {}, logical):
             yield
     finally:
         watcher.leave()
 
 
 class _Watcher:
-    def __init__(self, logical: Logical) -> None:
+    def __init__(self, logical: LogicalRecorder) -> None:
         self.logical = logical
         self.regions = itertools.count()
         self.handles: list[Any] = []
@@ -69,7 +71,7 @@ class _Watcher:
             handle.remove()
         self.give_back(0)
 
-    def around(self, path: str, block: Block | None, module: torch.nn.Module) -> None:
+    def around(self, path: str, block: ModuleSettings | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             logical, given = self.logical, object_tensors(kwargs, object_tensors(args, []))
             self.before.append((logical.path, logical.stage, logical.region, self.here, len(self.borrowed)))
@@ -97,7 +99,7 @@ class _Watcher:
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
 
-    def turn(self, module: torch.nn.Module, block: Block, given: list[torch.Tensor]) -> tuple[int | None, Placement | None]:
+    def turn(self, module: torch.nn.Module, block: ModuleSettings, given: list[torch.Tensor]) -> tuple[int | None, Placement | None]:
         """Where a module runs: in its stage; in a model that was cut, when it is called once more with what comes from a later stage, there, as an op would."""
         stage, where = block.stage_id, block.placement
         if stage is None or where is None:
@@ -130,7 +132,7 @@ class _Watcher:
             (module._parameters if name in module._parameters else module._buffers)[name] = t
 
 
-def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block], logical: fx.Graph) -> list[Placement]:
+def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings], logical: fx.Graph) -> list[Placement]:
     """Where each stage lies, by the settings of the modules, and of tensors in build(). Raises GraphError where stages are not numbered from 0, where one has
     two placements, and where a weight that only one stage uses lies elsewhere."""
     found: dict[int, Placement] = {}
@@ -168,7 +170,7 @@ def stages_of(name: str, modules: Mapping[str, torch.nn.Module], blocks: Mapping
     return [found[k] for k in range(len(found))]
 
 
-def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> list[Placement]:
+def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]) -> list[Placement]:
     """Where stages lie by the settings of the modules alone, that of stage 0 first."""
     found: dict[int, Placement] = {}
     for _, part, block in _staged(modules, blocks):
@@ -179,10 +181,10 @@ def lying(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -
     return [found[k] for k in sorted(found)]
 
 
-def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, Block]) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+def _staged(modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
     """Path, module, and the settings by which it is in a stage: its own, or those of what holds it."""
 
-    def down(path: str, module: torch.nn.Module, block: Block | None) -> Iterator[tuple[str, torch.nn.Module, Block | None]]:
+    def down(path: str, module: torch.nn.Module, block: ModuleSettings | None) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
         own = block_of(module, blocks)
         block = own if own is not None and own.stage_id is not None else block
         yield path, module, block

@@ -20,7 +20,7 @@ from ..._base.user_code import PACKAGE_ROOT
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.spec import Spec
 from ..errors import GraphError
-from ..program.nodes import Step
+from ..program.nodes import ProgramCall
 
 __all__ = ["Made", "Recorder", "casting", "line", "of_user", "specs_of", "spelled"]
 
@@ -147,7 +147,7 @@ def spelled(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     if name and getattr(torch.Tensor, name, None) is func:
         return _SPELLED.get(name, name), args
     if isinstance(func, types.BuiltinFunctionType) and getattr(torch, name, func) is not func:
-        return Step(func), args  # a kernel: by its name torch has the Python function that calls it, with arguments of its own
+        return ProgramCall(func), args  # a kernel: by its name torch has the Python function that calls it, with arguments of its own
     return func, args
 
 

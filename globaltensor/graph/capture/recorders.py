@@ -1,7 +1,8 @@
 """Recording: what `build` does on fake tensors becomes an fx graph. No kernel runs, and no memory is taken.
 
-Two modes look on. `Logical` sees each call that the user's code makes, with global shapes: the logical graph, the same on every rank. `Local`, pushed while
-such a call runs, sees what it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that communicate. That is the program.
+Two modes look on. `LogicalRecorder` sees each call that the user's code makes, with global shapes: the logical graph, the same on every rank. `LocalRecorder`,
+pushed while such a call runs, sees what it comes to on this rank's local tensors: torch functions, boxings, and whole steps of ours that communicate. That is
+the program.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ import torch
 from torch import fx
 
 from ..._base import overridable, torch_private
-from ..._base.python_bodies import body_of, recalled
+from ..._base.python_bodies import python_body, recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
 from ..._ops import random as draws
 from ..._ops.call_plan import name_of
-from ..._ops.dispatch import call, lies_at, writes
-from ..._ops.rules import UNSEEING
-from ..._ops.rules.deferred_mean import settle
+from ..._ops.dispatch import dispatch, lies_at, writes
+from ..._ops.rules import DATA_FREE_VARIANTS
+from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
-from ..._tensor.view_tracking import MovedView
+from ..._tensor.view_tracking import RemoteView
 from ...boxing import box
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
 from ...sharding.placement import Placement
-from ...sharding.spec import Spec, layout_on
+from ...sharding.spec import Spec, layout_for
 from ..errors import GraphError
 from ..module_settings import stage_of_tensor
-from ..program.nodes import Boxing, Draw, Gather, Step, autocast, set_grad_enabled
+from ..program.nodes import BoxingCall, GatherCall, ProgramCall, RandomCall, autocast, set_grad_enabled
 from .autograd_recorder import Differentiated, Reached
 from .constant_folding import NotConstant, evaluated, nodes_in
 from .dry_world import DryWorld, Untraceable
 from .random_branches import decided, drawn
 from .recorder_base import Made, Recorder, casting, line, specs_of, spelled
 
-__all__ = ["Local", "Logical"]
+__all__ = ["LocalRecorder", "LogicalRecorder"]
 
 _HOOKS: Final = ("register_hook", "register_post_accumulate_grad_hook")
 _RANDOM: Final = ("drop", "rand", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential", "cauchy", "geometric")
@@ -56,7 +57,7 @@ _BY_CHANCE: Final = (
 )
 
 
-class Local(Differentiated):
+class LocalRecorder(Differentiated):
     """Records what is done to this rank's local tensors."""
 
     def __init__(self, fake: Any, dry: DryWorld, names: Mapping[int, str]) -> None:
@@ -75,17 +76,17 @@ class Local(Differentiated):
             box: self._box,
             overridable.apply: self._apply,
             draws.run: self._draw,
-            draws.filled: self._filled,
+            draws.fill_local: self._filled,
             autograd_function.applied: self._applied,
-            parameter_gather.gathered: self._gathered,
+            parameter_gather.gather_param: self._gathered,
             **self.derived,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = recalled(func, kwargs or {})
+        kwargs = recover_dropped_args(func, kwargs or {})
         if any(issubclass(t, GlobalTensor) for t in types):
             with self:
-                return call(GlobalTensor, func, types, args, kwargs)
+                return dispatch(GlobalTensor, func, types, args, kwargs)
         special = self.special.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -95,7 +96,7 @@ class Local(Differentiated):
         # torch leaves out the types of ``stand_in == global``, and of operands in a list (``torch.einsum("i, i", [x, y])``).
         if any(isinstance(t, GlobalTensor) for t in tensors_in(kwargs, tensors_in(args, []))):
             with self:
-                return call(GlobalTensor, func, types, args, kwargs)
+                return dispatch(GlobalTensor, func, types, args, kwargs)
         return self.record(func, args, kwargs)
 
     # States
@@ -178,7 +179,7 @@ class Local(Differentiated):
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
-                unseeing = None if reading else UNSEEING.get(func) or body_of(func)
+                unseeing = None if reading else DATA_FREE_VARIANTS.get(func) or python_body(func)
                 if unseeing is not None:
                     with self:
                         return unseeing(*args, **kwargs)
@@ -229,7 +230,7 @@ class Local(Differentiated):
         shape = dst.local_shape(self.rank) if inside else (0,)
         out = self.made(shape, dst.dtype, device, [local])
         self.modes()
-        node = self.node(Boxing(src, dst, grad, why, alias), (self.of(local),), {}, out)
+        node = self.node(BoxingCall(src, dst, grad, why, alias), (self.of(local),), {}, out)
         node.meta["box"] = (src, dst)
         self.boxed.append((src, dst, why))
         return out
@@ -259,7 +260,7 @@ class Local(Differentiated):
             self._grad, self._cast = modes
             self.known = {**{i: node for i, node in self.known.items() if node.op == "placeholder"}, **known}
         with torch_private.real_among_fake(self.fake):  # those that a rule has made beforehand: places, weights
-            return self.record(function, args, kwargs, Step(function), True)
+            return self.record(function, args, kwargs, ProgramCall(function), True)
 
     def _forget(self, mark: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -269,7 +270,7 @@ class Local(Differentiated):
                 self.graph.erase_node(node)
 
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: Any, coordinate: Any) -> Any:
-        return self.record(self.as_run(function), args, kwargs, Draw(function, tuple(coordinate)), True)
+        return self.record(self.as_run(function), args, kwargs, RandomCall(function, tuple(coordinate)), True)
 
     def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
         inside = self.rank in spec.placement._coordinates
@@ -277,9 +278,9 @@ class Local(Differentiated):
         out = self.made(spec.local_shape(self.rank) if inside else (0,), spec.dtype, device, [])
         if any(isinstance(a, torch.Tensor) for a in (*fill.args, *fill.kwargs.values())):
             with self:
-                return draws.filled.__wrapped__(spec, fill, generator)  # type: ignore[attr-defined,no-any-return]
+                return draws.fill_local.__wrapped__(spec, fill, generator)  # type: ignore[attr-defined,no-any-return]
         self.modes()
-        step = Step(lambda generator: draws.filled(spec, fill, generator), fill.name)
+        step = ProgramCall(lambda generator: draws.fill_local(spec, fill, generator), fill.name)
         self.node(step, (self.arg(generator),), {}, out, effect=True)
         return out
 
@@ -288,14 +289,14 @@ class Local(Differentiated):
         reached = Reached()
         if not any(isinstance(t, GlobalTensor) for t in given):
             with torch_private.real_among_fake(self.fake):
-                out = self.record(reached.around(function.apply), args, kwargs, Step(function.apply, function.__name__))
+                out = self.record(reached.around(function.apply), args, kwargs, ProgramCall(function.apply, function.__name__))
             self.reaches(reached.leaves)
             return out
         with self:
-            locals_ = [settle(t)._local if isinstance(t, GlobalTensor) else t for t in given]
-        step = autograd_function.OnParts(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
+            locals_ = [materialize(t)._local if isinstance(t, GlobalTensor) else t for t in given]
+        step = autograd_function.LocalFunction(function, args, kwargs)  # its backward is for global tensors too: the program runs it whole
         with torch_private.real_among_fake(self.fake):
-            parts, written = self.record(reached.around(step), locals_, {}, Step(step, function.__name__), True)
+            parts, written = self.record(reached.around(step), locals_, {}, ProgramCall(step, function.__name__), True)
         self.reaches(reached.leaves)
         for i, part in zip(step.written, written, strict=True):
             given[i]._local = part
@@ -307,7 +308,7 @@ class Local(Differentiated):
         shape = dst.local_shape(self.rank) if self.rank in dst.placement._coordinates else (0,)
         out = self.made(shape, dst.dtype, self.fake_device(dst, local), [local])
         self.modes()
-        node = self.node(Gather(leaf, dst, why), (self.of(leaf._local),), {}, out)
+        node = self.node(GatherCall(leaf, dst, why), (self.of(leaf._local),), {}, out)
         node.meta["box"] = (src, dst)
         self.boxed.append((src, dst, why))
         return out
@@ -318,10 +319,10 @@ def _asked_whether_causal(frame: Any) -> bool:
     return torch_private.CAUSAL_CHECK is not None and torch_private.CAUSAL_CHECK in (frame.f_code, frame.f_back and frame.f_back.f_code)
 
 
-class Logical(Recorder):
+class LogicalRecorder(Recorder):
     """Records what the user's code calls, on tensors of global shape, and lets ``local`` see what becomes of it."""
 
-    def __init__(self, fake: Any, local: Local, names: Mapping[int, str]) -> None:
+    def __init__(self, fake: Any, local: LocalRecorder, names: Mapping[int, str]) -> None:
         super().__init__(fake)
         self.local = local
         self.names = names  # id of a parameter or buffer -> its path
@@ -336,7 +337,7 @@ class Logical(Recorder):
     def remember(self, tensors: Iterable[torch.Tensor]) -> None:
         """What tensors from outside hold, before build() does anything to them. (A moved view, asked what it holds, may bring itself up to date: an op.)"""
         for t in tensors:
-            if isinstance(t, GlobalTensor) and not isinstance(t, MovedView) and id(t) not in self.real and not torch_private.is_fake(t._local):
+            if isinstance(t, GlobalTensor) and not isinstance(t, RemoteView) and id(t) not in self.real and not torch_private.is_fake(t._local):
                 self.real[id(t)] = (t, t._local, t._spec, t._memory, dict(t.__dict__))
 
     def given_back(self) -> list[str]:
@@ -347,7 +348,7 @@ class Logical(Recorder):
         return [self.names.get(id(held[0]), "a tensor from outside") for held in lost]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = recalled(func, kwargs or {})
+        kwargs = recover_dropped_args(func, kwargs or {})
         if func is stage_of_tensor:
             return self._staged(*args)
         if func is torch.Tensor.__bool__ and (told := decided(self.known.get(id(args[0])))) is not None:
@@ -393,7 +394,7 @@ class Logical(Recorder):
         """The tensor on another placement, with its sbp as it is where that has as many axes."""
         key = (id(t), where)
         if key not in self.moved:
-            self.moved[key] = (t, t.to_global(placement=where, sbp=layout_on(where, t.sbp)))  # kept, so that the id stays its own
+            self.moved[key] = (t, t.to_global(placement=where, sbp=layout_for(where, t.sbp)))  # kept, so that the id stays its own
         return self.moved[key][1]  # type: ignore[return-value]
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -418,7 +419,7 @@ class Logical(Recorder):
             if not torch_private.is_fake(t._local):
                 raise GraphError(f"set_stage: {node.name} lies on {t._spec.placement!r}: bring the parameter to {placement!r} with to_global, before the call")
             with self:
-                moved: Any = t.to_global(placement=placement, sbp=layout_on(placement, t.sbp))
+                moved: Any = t.to_global(placement=placement, sbp=layout_for(placement, t.sbp))
             node.meta["val"] = GlobalTensor.wrap(t._local, t._spec)  # what it was
             t._local, t._spec = moved._local, moved._spec
             node = self.known[id(t)] = self.of(moved)
@@ -429,7 +430,7 @@ class Logical(Recorder):
         """Number what a call gives: the same numbers on every rank, where names of local nodes may differ."""
         for t in tensors_in(out, []):
             if isinstance(t, GlobalTensor):
-                node = self.local.known.get(id(settle(t)._local))
+                node = self.local.known.get(id(materialize(t)._local))
                 if node is not None and "value" not in node.meta:
                     self.count += 1
                     node.meta.update(value=self.count, spec=t._spec)

@@ -18,15 +18,15 @@ from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
 from .recorder_base import Recorder, of_user
-from .recorders import Logical
+from .recorders import LogicalRecorder
 
-__all__ = ["kept"]
+__all__ = ["restoring_modules"]
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
-def kept(modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: Logical) -> Iterator[None]:
+def restoring_modules(modules: Mapping[str, torch.nn.Module], own: dict[str, Any], logical: LogicalRecorder) -> Iterator[None]:
     """Inside, build() runs. Afterwards modules hold what they held before, and the graph, whose attributes are ``own``; a buffer, or a tensor that is an
     attribute or in a list or dict there, gets its values at each step where it was given a new tensor.
 
@@ -87,11 +87,11 @@ class _Place:
     def changed(self) -> dict[Any, Any]:
         return {k: v for k, v in _items(self.held) if k not in _OWN and self.then.get(k) is not v and tensors_in(v, [])}
 
-    def read(self, logical: Logical) -> list[Any]:
+    def read(self, logical: LogicalRecorder) -> list[Any]:
         """Where tensors lie that the program has as inputs of its own."""
         return [k for k, v in self.then.items() if any(id(t) in logical.known for t in tensors_in(v, []))]
 
-    def restored(self, places: Mapping[int, _Place], moved: set[int], logical: Logical | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def restored(self, places: Mapping[int, _Place], moved: set[int], logical: LogicalRecorder | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put back what stand-ins have taken the place of, or one of the tensors ``moved`` from elsewhere -> (tensor, what it is to be) for tensors that were
         given new ones. Tells of the others."""
         given = {k: v for k, v in self.changed().items() if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))}

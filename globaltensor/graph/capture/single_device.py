@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..._base import overridable, torch_private
-from ..._ops.methods import full
+from ..._ops.methods import gather_global_value
 from ..._tensor.global_tensor import GlobalTensor
 from ..errors import GraphError
 from ..program.nodes import autocast, set_grad_enabled
@@ -50,7 +50,7 @@ def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     if found is None:
         if torch_private.is_fake(t._local if isinstance(t, GlobalTensor) else t):
             raise GraphError("a tensor inside build() was made where the graph could not see it: it has no counterpart on one device")
-        value = full(t).clone() if isinstance(t, GlobalTensor) else t.detach().clone()
+        value = gather_global_value(t).clone() if isinstance(t, GlobalTensor) else t.detach().clone()
         found = copies[id(t)] = torch.nn.Parameter(value, t.requires_grad) if isinstance(t, torch.nn.Parameter) else value.requires_grad_(t.requires_grad)
     return found
 

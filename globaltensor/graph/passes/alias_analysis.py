@@ -9,16 +9,16 @@ import torch
 from torch import fx
 
 from ..._base import torch_private
-from ...boxing import plan
+from ...boxing import plan_boxing
 from ...sharding.spec import Spec
-from ..program.nodes import Boxing, autocast, backward, set_grad_enabled
-from .subgraph import operands, written
+from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
+from .subgraph import mutated_operands, operands
 
-__all__ = ["Memory", "costs", "differentiable", "is_border", "is_boxing", "modes", "operands", "plain", "replace", "written"]
+__all__ = ["AliasSets", "costs", "differentiable", "is_border", "is_boxing", "modes", "mutated_operands", "operands", "plain", "replace"]
 
 
 def is_boxing(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, Boxing)
+    return node.op == "call_function" and isinstance(node.target, BoxingCall)
 
 
 def plain(*specs: Spec) -> bool:
@@ -33,8 +33,8 @@ def differentiable(node: fx.Node) -> bool:
 
 def costs(routes: Sequence[tuple[Spec, Spec]], both: bool) -> float:
     """Seconds of boxings; of their gradients too where ``both``."""
-    there = sum(plan(a, b).seconds for a, b in routes)
-    return there + (sum(plan(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0)
+    there = sum(plan_boxing(a, b).seconds for a, b in routes)
+    return there + (sum(plan_boxing(b.dual(), a.dual()).seconds for a, b in routes) if both else 0.0)
 
 
 def is_border(node: fx.Node) -> bool:
@@ -56,7 +56,7 @@ def modes(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
-class Memory:
+class AliasSets:
     """Which nodes may share memory: those whose stand-ins do; with ``views`` also what boxing may have left where it was."""
 
     def __init__(self, graph: fx.Graph, views: bool = True) -> None:
@@ -64,7 +64,7 @@ class Memory:
         for node in graph.nodes if views else ():
             if is_boxing(node) and node.target.alias:
                 self._join(self._key(node), self._key(node.args[0]))  # a slice is a view
-        self.written = {self.of(w) for node in graph.nodes for w in written(node)}
+        self.written = {self.of(w) for node in graph.nodes for w in mutated_operands(node)}
 
     def _key(self, node: fx.Node) -> Any:
         val = node.meta.get("val")
@@ -85,7 +85,7 @@ class Memory:
         return self._root(self._key(node))
 
     def writes(self, node: fx.Node) -> set[Any]:
-        return {self.of(w) for w in written(node)}
+        return {self.of(w) for w in mutated_operands(node)}
 
     def fixed(self, *nodes: fx.Node) -> bool:
         """Whether nobody ever writes into these."""

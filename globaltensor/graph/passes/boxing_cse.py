@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import fx
 
-from ...sharding.spec import Stored
-from ..program.nodes import Gather
-from .alias_analysis import Memory, is_boxing, modes, replace
+from ...sharding.spec import StorageSpec
+from ..program.nodes import GatherCall
+from .alias_analysis import AliasSets, is_boxing, modes, replace
 
-__all__ = ["share_boxings"]
+__all__ = ["eliminate_common_boxings"]
 
 
-def share_boxings(graph: fx.Graph) -> None:
+def eliminate_common_boxings(graph: fx.Graph) -> None:
     """One node for all boxings of one operand with the same ends and gradient, unless somebody writes into it in between, or into one of the results."""
-    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
+    memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         changed = memory.writes(node)
@@ -25,8 +25,8 @@ def share_boxings(graph: fx.Graph) -> None:
         if is_boxing(node):
             step = node.target
             key: Any = (node.args[0], step.src, step.dst, step.grad, mode[node])
-        elif isinstance(node.target, Gather) and not isinstance(node.meta["box"][0], Stored):
-            key = (node.args[0], *node.meta["box"], Gather, mode[node])
+        elif isinstance(node.target, GatherCall) and not isinstance(node.meta["box"][0], StorageSpec):
+            key = (node.args[0], *node.meta["box"], GatherCall, mode[node])
         else:
             continue
         first = seen.setdefault(key, node)

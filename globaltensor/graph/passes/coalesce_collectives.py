@@ -9,15 +9,15 @@ from torch import fx
 
 from ...boxing import Move
 from ...cluster import current_cluster
-from ..program.coalesced import Joint, move_of
-from .alias_analysis import Memory, differentiable, is_boxing, modes
+from ..program.coalesced import CoalescedCollective, move_of
+from .alias_analysis import AliasSets, differentiable, is_boxing, modes
 
-__all__ = ["merge_boxings"]
+__all__ = ["coalesce_collectives"]
 
 
-def merge_boxings(graph: fx.Graph) -> None:
+def coalesce_collectives(graph: fx.Graph) -> None:
     """A boxing waits for the next of its kind until somebody wants its result, or writes into what it takes; those that meet so are joined where that pays."""
-    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
+    memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     waiting: dict[Any, list[fx.Node]] = {}
     groups: list[list[fx.Node]] = []
     for node in graph.nodes:
@@ -46,7 +46,7 @@ def _pays(move: Move) -> bool:
 def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
     last = group[-1]
     with graph.inserting_after(last):
-        joint = graph.call_function(Joint([(n.target.src, n.target.dst, n.target.why) for n in group]), tuple(n.args[0] for n in group))
+        joint = graph.call_function(CoalescedCollective([(n.target.src, n.target.dst, n.target.why) for n in group]), tuple(n.args[0] for n in group))
     joint.meta.update(last.meta, val=tuple(n.meta["val"] for n in group), calls=1)
     del joint.meta["box"]
     after = joint

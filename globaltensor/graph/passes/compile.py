@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..program.nodes import Step, autocast, backward, set_grad_enabled
+from ..program.nodes import ProgramCall, autocast, backward, set_grad_enabled
 from .recompute import Recomputed
-from .subgraph import Part, constants_first, put_back, storages, written
+from .subgraph import Subgraph, constants_first, mutated_operands, put_back, storages
 
 __all__ = ["Compiled", "compile_parts"]
 
@@ -91,7 +91,7 @@ def _compile(graph: fx.Graph, constants: dict[str, Any], compiler: Compiler, kno
             inner.body = fx.GraphModule(constants, body, node.target)
             inner.whole = any(n.op == "call_module" for n in body.nodes)
     for nodes in _layers(list(_pure(graph))):
-        part = Part(nodes)
+        part = Subgraph(nodes)
         if sum(map(_computes, nodes)) < _LEAST_CALLS or not part.gives:
             continue
         key = _key(part)
@@ -109,11 +109,11 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     made: set[int] = set()
 
     def admitted(node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method") or isinstance(node.target, Step) or node.target in _EAGER:
+        if node.op not in ("call_function", "call_method") or isinstance(node.target, ProgramCall) or node.target in _EAGER:
             return False
         if node.meta.get("effect") and not node.meta.get("writes"):
             return False  # random numbers are drawn as without a compiler
-        if not all(storages(target) <= made for target in written(node)):
+        if not all(storages(target) <= made for target in mutated_operands(node)):
             return False
         return all(n in run or isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
 
@@ -131,12 +131,12 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
     """Runs, those of several layers cut between them where that makes parts that are alike."""
-    alike = Counter(_key(Part(run)) for run in runs)
-    cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Part(run))] == 1}
-    repeated = Counter(_key(Part(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
+    alike = Counter(_key(Subgraph(run)) for run in runs)
+    cut = {i: _pieces(run) for i, run in enumerate(runs) if alike[_key(Subgraph(run))] == 1}
+    repeated = Counter(_key(Subgraph(piece)) for pieces in cut.values() for piece in pieces if sum(map(_computes, piece)) >= _LAYER_CALLS)
     for i, run in enumerate(runs):
         rest: list[fx.Node] = []
-        for key, streak in itertools.groupby(cut.get(i, [run]), lambda piece: _key(Part(piece))):
+        for key, streak in itertools.groupby(cut.get(i, [run]), lambda piece: _key(Subgraph(piece))):
             pieces = list(streak)
             size = _together(len(pieces), sum(map(_computes, pieces[0])))
             if repeated[key] < 2 or repeated[key] == len(pieces) == size:
@@ -179,7 +179,7 @@ def _computes(node: fx.Node) -> bool:
     return name not in _VIEWS
 
 
-def _key(part: Part) -> Any:
+def _key(part: Subgraph) -> Any:
     """The same for parts that one compiled function can serve: the same calls on tensors that lie alike."""
     number: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(part.needs)}
     number |= {node: f"n{i}" for i, node in enumerate(part.nodes)}

@@ -11,24 +11,24 @@ from torch import fx
 
 from ..._ops.rules.loss import weight_of_kept
 from ...distributed.world import world
-from ..program.nodes import Boxing, Draw, Step, autocast, backward, count_of, counted, set_grad_enabled
-from .alias_analysis import Memory, is_boxing
+from ..program.nodes import BoxingCall, ProgramCall, RandomCall, autocast, backward, count_of, counted, set_grad_enabled
+from .alias_analysis import AliasSets, is_boxing
 from .overlap import ancestors
 
-__all__ = ["count_late"]
+__all__ = ["defer_mean_count"]
 
 _DIVISIONS = (operator.truediv, torch.div, "div", "true_divide")
 _ALIKE = (torch.ones_like, torch.zeros_like)
 
 
-def count_late(graph: fx.Graph) -> None:
+def defer_mean_count(graph: fx.Graph) -> None:
     """Let backward start from the sum of the losses, owing the count; the loss itself is divided afterwards. Where nobody may see gradients before they are
     summed over the ranks, and nothing but the program's result is made of the loss."""
     passes = [n for n in graph.nodes if n.target is backward]
     if len(passes) != 1 or passes[0].meta.get("watched", True) or any(_looks(n) for n in graph.nodes):
         return
     back = passes[0]
-    (losses, seeds), own = back.args[:2], Memory(graph, views=False)
+    (losses, seeds), own = back.args[:2], AliasSets(graph, views=False)
     if len(losses) != 1 or back.kwargs.get("retain_graph") or losses[0].target not in _DIVISIONS or len(losses[0].args) != 2 or losses[0].kwargs:
         return
     loss, seed = losses[0], seeds[0]
@@ -43,13 +43,13 @@ def count_late(graph: fx.Graph) -> None:
     if any(n.target in (set_grad_enabled, autocast) for n in between) or any(places[u] < places[back] for u in loss.users if u is not seed):
         return
     with graph.inserting_after(part):
-        count = graph.call_function(Step(counted(box.target.src, most), "count"), (part,))
+        count = graph.call_function(ProgramCall(counted(box.target.src, most), "count"), (part,))
     count.meta.update(box.meta, val=None, effect=True, calls=1)
     count.meta.pop("box", None)
     seed.args = (total,)
     back.args = ([total], [seed], *back.args[2:], count)
     with graph.inserting_after(back):
-        arrived = graph.call_function(Step(count_of, "counted"), (count,))
+        arrived = graph.call_function(ProgramCall(count_of, "counted"), (count,))
     arrived.meta.update(box.meta, calls=1)
     arrived.meta.pop("box", None)
     arrived.append(loss)
@@ -61,7 +61,7 @@ def count_late(graph: fx.Graph) -> None:
 def _hoist(graph: fx.Graph, count: fx.Node) -> None:
     """Count when the program begins, where that hangs on its inputs alone: if gradients of several passes are added up, the count starts there."""
     chain, given = ancestors(count), [n for n in graph.nodes if n.op == "placeholder"]
-    if chain is None or not given or not Memory(graph).fixed(*chain) or any(n.meta.get("region") is not None or n.target is autocast for n in graph.nodes):
+    if chain is None or not given or not AliasSets(graph).fixed(*chain) or any(n.meta.get("region") is not None or n.target is autocast for n in graph.nodes):
         return
     last = given[-1]
     for node in (*[n for n in chain if n.op != "placeholder"], count):
@@ -78,7 +78,7 @@ def _counts(node: fx.Node) -> tuple[int, object]:
 
 def _looks(node: fx.Node) -> bool:
     """Whether it may see gradients: those of a tensor, of a parameter, or on their way."""
-    if isinstance(node.target, Step):
-        return not isinstance(node.target, (Boxing, Draw))
+    if isinstance(node.target, ProgramCall):
+        return not isinstance(node.target, (BoxingCall, RandomCall))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name in ("register_hook", "register_post_accumulate_grad_hook") or node.target is torch.autograd.grad

@@ -14,10 +14,10 @@ from torch import fx
 
 from ...cluster import current_cluster
 from ...sharding.spec import Spec
-from ..program.nodes import Boxing
-from .alias_analysis import Memory, costs, differentiable, is_boxing, modes, plain
+from ..program.nodes import BoxingCall
+from .alias_analysis import AliasSets, costs, differentiable, is_boxing, modes, plain
 
-__all__ = ["fold_sums"]
+__all__ = ["fold_all_reduces"]
 
 _SUMS = (operator.add, torch.add, "add", operator.sub, torch.sub, "sub", "subtract")
 _NEGATIONS = (operator.neg, torch.neg, "neg", "negative")
@@ -32,9 +32,9 @@ _SHAPES = (
 Chain = tuple[fx.Node, list[fx.Node]]  # a boxing, and the linear functions after it, in order
 
 
-def fold_sums(graph: fx.Graph) -> None:
+def fold_all_reduces(graph: fx.Graph) -> None:
     """Fold each sum of two, in order, so that a sum of many folds too."""
-    memory, mode = Memory(graph), modes(graph)
+    memory, mode = AliasSets(graph), modes(graph)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method") or node.target not in _SUMS or set(node.kwargs) - {"alpha"} or len(node.args) != 2:
             continue
@@ -48,7 +48,7 @@ def fold_sums(graph: fx.Graph) -> None:
             _fold(graph, node, *chains)  # type: ignore[arg-type]
 
 
-def _chain(node: fx.Node, memory: Memory) -> Chain | None:
+def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
     """The boxing that ``node`` is linear in, if each step on the way has no other user."""
     path: list[fx.Node] = []
     while True:
@@ -117,7 +117,7 @@ def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
         whole = dst.local_numel() == src.local_numel()
         total = graph.create_node(node.op, node.target, (x, y), node.kwargs)
         total.meta.update(node.meta, val=node.meta["val"] if whole else x.meta["val"])
-        boxed = graph.call_function(Boxing(src, dst, None, a.target.why, a.target.alias and b.target.alias), (total,))
+        boxed = graph.call_function(BoxingCall(src, dst, None, a.target.why, a.target.alias and b.target.alias), (total,))
         boxed.meta.update(node.meta, box=(src, dst), calls=1)
     node.replace_all_uses_with(boxed)
     for gone in (node, *reversed(path_a), *reversed(path_b), a, b):

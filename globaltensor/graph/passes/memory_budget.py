@@ -22,15 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..._base import torch_private
 from ..._base.pytree import object_tensors
-from ...boxing import plan
+from ...boxing import plan_boxing
 from ...boxing.moves import show_bytes
 from ...cluster import current_cluster
 from ...distributed.world import world
 from ..errors import GraphError
-from ..program.nodes import Boxing, Draw, Gather, Step, autocast, backward, set_grad_enabled
+from ..program.nodes import BoxingCall, GatherCall, ProgramCall, RandomCall, autocast, backward, set_grad_enabled
 from .subgraph import operands
 
-__all__ = ["Call", "choose", "kept_bytes", "segments"]
+__all__ = ["Call", "choose_recompute", "kept_bytes", "segments"]
 
 _FLOPS_PER_BYTE = 50.0  # of a machine that plans are made for: its arithmetic over its memory's bandwidth
 _LAUNCH = 5e-6  # seconds that a call costs at least
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------- what is kept
 
 
-class _Kept:
+class SavedActivations:
     """What autograd keeps of each call: keys of memory, and bytes of memory that only the call knows."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
@@ -91,12 +91,12 @@ class _Kept:
     def _look(self, node: fx.Node) -> None:
         shared: set[int] = set()
         own: dict[int, int] = {}
-        function: Any = node.target.function if isinstance(node.target, Draw) else node.target
+        function: Any = node.target.function if isinstance(node.target, RandomCall) else node.target
         if node.target in (autocast, set_grad_enabled):
             function(*node.args)
-        elif isinstance(node.target, (Boxing, Gather)):
+        elif isinstance(node.target, (BoxingCall, GatherCall)):
             pass  # linear: its gradient needs no value
-        elif isinstance(node.target, Step) and not isinstance(node.target, Draw):
+        elif isinstance(node.target, ProgramCall) and not isinstance(node.target, RandomCall):
             if torch.is_grad_enabled():  # not looked into: what goes in and what comes out
                 shared = {torch_private.storage_key(t) for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []) if t.is_floating_point()}
         elif not node.meta.get("writes") and torch.is_grad_enabled():
@@ -121,15 +121,15 @@ class _Kept:
     def _time(self, node: fx.Node, flops: int) -> float:
         """By the roofline: arithmetic or memory, whichever takes longer."""
         cluster = current_cluster()
-        if isinstance(node.target, (Boxing, Gather)):
-            return plan(*node.meta["box"]).seconds
+        if isinstance(node.target, (BoxingCall, GatherCall)):
+            return plan_boxing(*node.meta["box"]).seconds
         moved = sum(t.numel() * t.element_size() for n in [*operands(node), node] for t in object_tensors(n.meta.get("val"), []))
         return _LAUNCH + max(moved, flops / _FLOPS_PER_BYTE) / cluster.memory_bandwidth
 
 
 def kept_bytes(graph: fx.Graph, constants: Mapping[str, Any]) -> int:
     """What autograd keeps for backward when the program runs as it is, parameters and the call's inputs aside."""
-    kept = _Kept(graph, constants)
+    kept = SavedActivations(graph, constants)
     return sum(kept.own.values()) + sum(kept.sizes[k] for k in set().union(*kept.shared.values(), set()))
 
 
@@ -156,7 +156,7 @@ def _calls(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[Call]:
     """What this rank knows of each call."""
-    kept, calls = _Kept(graph, constants), _calls(graph)
+    kept, calls = SavedActivations(graph, constants), _calls(graph)
     place = {node: i for i, call in enumerate(calls) for node in call}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -208,7 +208,7 @@ def _agreed(mine: list[Call]) -> list[Call]:
 # ---------------------------------------------------------------------------------------------------------------- choosing
 
 
-def choose(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
+def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) -> None:
     """Mark with a ``region`` what is to be recomputed for autograd to keep at most ``limit`` bytes (of one micro-batch, on any rank; each stage for itself).
     Collective. Raises GraphError where that cannot be, saying what can."""
     if not any(node.target is backward for node in graph.nodes):

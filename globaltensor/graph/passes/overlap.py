@@ -12,11 +12,11 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ..program.coalesced import Begin, End, Joint, move_of
-from ..program.nodes import Boxing, Draw, Gather, Step, autocast
-from .alias_analysis import Memory, differentiable, is_border, is_boxing, modes
+from ..program.coalesced import CoalescedCollective, StartCollective, WaitCollective, move_of
+from ..program.nodes import BoxingCall, GatherCall, ProgramCall, RandomCall, autocast
+from .alias_analysis import AliasSets, differentiable, is_border, is_boxing, modes
 
-__all__ = ["ancestors", "begin_early"]
+__all__ = ["ancestors", "overlap_collectives"]
 
 SMALL = 1 << 16  # bytes of what may wait from the start of a program to its end
 _VIEWS = frozenset(
@@ -25,10 +25,10 @@ _VIEWS = frozenset(
 
 
 
-def begin_early(graph: fx.Graph) -> None:
+def overlap_collectives(graph: fx.Graph) -> None:
     """Split boxings into a start and a wait where something can run in between."""
     _hoist(graph)
-    memory, own, mode = Memory(graph), Memory(graph, views=False), modes(graph)
+    memory, own, mode = AliasSets(graph), AliasSets(graph, views=False), modes(graph)
     for node in list(graph.nodes):
         if _splittable(node) and own.fixed(*_results(node)):
             _split(graph, node, memory, mode)
@@ -36,23 +36,29 @@ def begin_early(graph: fx.Graph) -> None:
 
 def _splittable(node: fx.Node) -> bool:
     """Whether this is one move that can be begun, and not just been."""
-    if isinstance(node.target, Joint):
+    if isinstance(node.target, CoalescedCollective):
         return all(part.target is operator.getitem for part in node.users)
     return is_boxing(node) and node.target.grad is None and move_of(node.target.src, node.target.dst) is not None
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    return list(node.users) if isinstance(node.target, Joint) and node.users else [node]
+    return list(node.users) if isinstance(node.target, CoalescedCollective) and node.users else [node]
 
 
 def _issues(node: fx.Node) -> bool:
     """Whether ranks meet there: what must keep its order."""
-    return isinstance(node.target, (Boxing, Gather, Joint, Begin)) or (isinstance(node.target, Step) and not isinstance(node.target, (Draw, End)))
+    return isinstance(node.target, (BoxingCall, GatherCall, CoalescedCollective, StartCollective)) or (
+        isinstance(node.target, ProgramCall) and not isinstance(node.target, (RandomCall, WaitCollective))
+    )
 
 
 def _works(node: fx.Node) -> bool:
     """Whether a node computes something, rather than look at it otherwise."""
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, (Boxing, Begin, End, Joint)) or node.target in (operator.getitem, getattr):
+    if (
+        node.op not in ("call_function", "call_method")
+        or isinstance(node.target, (BoxingCall, StartCollective, WaitCollective, CoalescedCollective))
+        or node.target in (operator.getitem, getattr)
+    ):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return bool(node.meta.get("calls")) and name not in _VIEWS
@@ -60,21 +66,21 @@ def _works(node: fx.Node) -> bool:
 
 def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Put the start of a boxing after one node, and the wait before another."""
-    joint = node.target if isinstance(node.target, Joint) else Joint([(node.target.src, node.target.dst, node.target.why)])
+    joint = node.target if isinstance(node.target, CoalescedCollective) else CoalescedCollective([(node.target.src, node.target.dst, node.target.why)])
     with graph.inserting_after(start):
-        begun = graph.call_function(Begin(joint), node.args)
+        begun = graph.call_function(StartCollective(joint), node.args)
     begun.meta.update({k: v for k, v in node.meta.items() if k in ("module", "stage", "region")}, val=None, effect=False, calls=1)
     with graph.inserting_before(wait):
-        ended = graph.call_function(End(joint), (begun,))
+        ended = graph.call_function(WaitCollective(joint), (begun,))
     ended.meta.update(node.meta, calls=0)
-    for part in list(node.users) if isinstance(node.target, Joint) else ():
+    for part in list(node.users) if isinstance(node.target, CoalescedCollective) else ():
         wait.prepend(part)
     node.replace_all_uses_with(ended)
     graph.erase_node(node)
     return begun, ended
 
 
-def _split(graph: fx.Graph, node: fx.Node, memory: Memory, mode: dict[fx.Node, int]) -> None:
+def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node, int]) -> None:
     """Begin this as early, and await it as late, as what lies around it permits."""
     parts, here = _results(node), mode[node]
     own = {node, *parts}
@@ -99,7 +105,7 @@ def _split(graph: fx.Graph, node: fx.Node, memory: Memory, mode: dict[fx.Node, i
 def _hoist(graph: fx.Graph) -> None:
     """Begin what is small, and to which only plain functions of inputs lead, when the program begins."""
     nodes = list(graph.nodes)
-    memory, own = Memory(graph), Memory(graph, views=False)
+    memory, own = AliasSets(graph), AliasSets(graph, views=False)
     given = [n for n in nodes if n.op == "placeholder"]
     found = [n for n in nodes if _splittable(n) and not differentiable(_results(n)[0]) and n.meta.get("region") is None]
     if not given or len({n.meta.get("stage") for n in nodes if n.op.startswith("call")}) > 1:
@@ -134,7 +140,7 @@ def ancestors(node: fx.Node) -> list[fx.Node] | None:
         at = todo.pop()
         if at in found:
             continue
-        if at.meta.get("effect") or isinstance(at.target, Step) or differentiable(at):
+        if at.meta.get("effect") or isinstance(at.target, ProgramCall) or differentiable(at):
             return None
         if at.op not in ("placeholder", "get_attr"):
             todo.extend(at.all_input_nodes)

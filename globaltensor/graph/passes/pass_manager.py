@@ -11,16 +11,16 @@ from torch import fx
 
 from ...distributed.world import world
 from ..errors import GraphError
-from ..program.coalesced import Begin, End, Joint
-from ..program.nodes import Boxing, Gather
-from .boxing_cse import share_boxings
-from .coalesce_collectives import merge_boxings
+from ..program.coalesced import CoalescedCollective, StartCollective, WaitCollective
+from ..program.nodes import BoxingCall, GatherCall
+from .boxing_cse import eliminate_common_boxings
+from .coalesce_collectives import coalesce_collectives
 from .dead_code import remove_dead, remove_idle
-from .defer_mean import count_late
-from .fold_reductions import fold_sums
-from .overlap import begin_early
+from .defer_mean import defer_mean_count
+from .fold_reductions import fold_all_reduces
+from .overlap import overlap_collectives
 from .remove_identity import remove_identities
-from .simplify_boxing import remove_redundant, unmoved
+from .simplify_boxing import simplify_boxings, unmoved
 
 __all__ = ["PASSES", "PLAIN", "agreed", "meetings", "run", "same", "verify"]
 
@@ -28,7 +28,8 @@ Pass = Callable[[fx.Graph], None]
 #: What leaves every boxing as it was recorded.
 PLAIN: tuple[Pass, ...] = (remove_identities, remove_idle)
 PASSES: tuple[Pass, ...] = (
-    remove_identities, remove_dead, share_boxings, remove_redundant, share_boxings, fold_sums, count_late, merge_boxings, begin_early, remove_dead,
+    remove_identities, remove_dead, eliminate_common_boxings, simplify_boxings, eliminate_common_boxings, fold_all_reduces,
+    defer_mean_count, coalesce_collectives, overlap_collectives, remove_dead,
 )  # fmt: skip
 
 
@@ -82,25 +83,25 @@ def verify(graph: fx.Graph, after: str) -> None:
             lies = given.meta.get("box")
             if lies is not None and lies[1] is not src and not _alike(lies[1], src):
                 raise GraphError(f"after the pass {after}, {node.name} takes {src!r} but is given {lies[1]!r}")
-        if isinstance(node.target, Begin) and not _awaited(node):
+        if isinstance(node.target, StartCollective) and not _awaited(node):
             raise GraphError(f"after the pass {after}, {node.name} is not awaited once, but by {[u.name for u in node.users]}")
-        if isinstance(node.target, Joint) and any(u.target is not operator.getitem for u in node.users):
+        if isinstance(node.target, CoalescedCollective) and any(u.target is not operator.getitem for u in node.users):
             raise GraphError(f"after the pass {after}, the results of {node.name} are not taken apart")
 
 
 def _awaited(begun: fx.Node) -> bool:
     users = list(begun.users)
-    return len(users) <= 1 and all(isinstance(u.target, End) and u.target.joint is begun.target.joint for u in users)  # type: ignore[union-attr]
+    return len(users) <= 1 and all(isinstance(u.target, WaitCollective) and u.target.joint is begun.target.joint for u in users)  # type: ignore[union-attr]
 
 
 def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
     """(operand, how it has to lie) of what moves."""
     if node.op != "call_function":
         return []
-    if isinstance(node.target, Boxing):
+    if isinstance(node.target, BoxingCall):
         return [(node.args[0], node.target.src)]  # type: ignore[list-item]
-    joint = node.target.joint if isinstance(node.target, Begin) else node.target
-    return [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)] if isinstance(joint, Joint) else []  # type: ignore[misc]
+    joint = node.target.joint if isinstance(node.target, StartCollective) else node.target
+    return [(a, src) for a, (src, _, _) in zip(node.args, joint.routes, strict=True)] if isinstance(joint, CoalescedCollective) else []  # type: ignore[misc]
 
 
 def _alike(a: object, b: object) -> bool:
@@ -113,12 +114,12 @@ def meetings(graph: fx.Graph, rank: int) -> dict[tuple[int, ...], str]:
     found: dict[tuple[int, ...], list[str]] = {}
     for node in graph.nodes:
         step = node.target
-        if isinstance(step, Boxing):
+        if isinstance(step, BoxingCall):
             routes, how = [(step.src, step.dst)], "box"
-        elif isinstance(step, Gather):
+        elif isinstance(step, GatherCall):
             routes, how = [node.meta["box"]], "gather"
-        elif isinstance(step, (Joint, Begin, End)):
-            routes, how = [r[:2] for r in (step if isinstance(step, Joint) else step.joint).routes], type(step).__name__
+        elif isinstance(step, (CoalescedCollective, StartCollective, WaitCollective)):
+            routes, how = [r[:2] for r in (step if isinstance(step, CoalescedCollective) else step.joint).routes], type(step).__name__
         else:
             continue
         members = tuple(sorted({r for a, b in routes for s in (a, b) for r in s.placement.flat}))

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import GraphError
-from ..program.nodes import Draw, backward
-from .subgraph import Part, cut_out, put_back, storages, written
+from ..program.nodes import RandomCall, backward
+from .subgraph import Subgraph, extract, mutated_operands, put_back, storages
 
 __all__ = ["Recomputed", "fold"]
 
@@ -69,13 +69,13 @@ def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
     """Make each region one call of a module ``recomputed_<n>``, put into ``constants``. Where other nodes stand between those of a region, each run of its
     nodes is recomputed for itself. Raises GraphError for a region that cannot run twice: one with a backward pass in it, or which writes to memory that it
     reads under several names."""
-    runs = list(cut_out(graph, lambda node: node.meta.get("region")))
+    runs = list(extract(graph, lambda node: node.meta.get("region")))
     if not runs:
         return
-    writes = [(node, set().union(*map(storages, targets))) for node in graph.nodes if (targets := written(node))]
+    writes = [(node, set().union(*map(storages, targets))) for node in graph.nodes if (targets := mutated_operands(node))]
     order = {node: i for i, node in enumerate(graph.nodes)}
     for _, nodes in runs:
-        part = Part(nodes)
+        part = Subgraph(nodes)
         if not part.gives and not any(n.meta.get("effect") for n in nodes):
             continue
         _check(part)
@@ -87,7 +87,7 @@ def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
     graph.lint()
 
 
-def _check(part: Part) -> None:
+def _check(part: Subgraph) -> None:
     for node in part.nodes:
         if node.target is backward:
             raise GraphError(
@@ -96,7 +96,7 @@ def _check(part: Part) -> None:
             )
 
 
-def _copied(part: Part, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
+def _copied(part: Subgraph, later: Sequence[set[int]], here: Sequence[set[int]]) -> list[int]:
     """Positions of the inputs that are written to from here on. What only other ranks' gradients read needs none."""
     changed: set[int] = set().union(*later) if later else set()
     mine: set[int] = set().union(*here) if here else set()
@@ -114,6 +114,6 @@ def _copied(part: Part, later: Sequence[set[int]], here: Sequence[set[int]]) -> 
 
 def _random(node: fx.Node) -> bool:
     """Whether a node may draw other numbers when it runs again: such have effects though they write to none of their operands."""
-    if isinstance(node.target, Draw):
+    if isinstance(node.target, RandomCall):
         return not node.target.repeats
     return bool(node.meta.get("effect") and not node.meta.get("writes"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..program.nodes import Step
+from ..program.nodes import ProgramCall
 from .alias_analysis import operands, replace
 
 __all__ = ["remove_identities"]
@@ -14,7 +14,7 @@ __all__ = ["remove_identities"]
 def remove_identities(graph: fx.Graph) -> None:
     """Remove calls of functions of ours whose result is their operand itself. Torch's own stay: what is contiguous here may not be so at run time."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.meta.get("effect") or isinstance(node.target, Step):
+        if node.op != "call_function" or node.meta.get("effect") or isinstance(node.target, ProgramCall):
             continue
         if not str(getattr(node.target, "__module__", "")).startswith(__name__.partition(".")[0]):
             continue

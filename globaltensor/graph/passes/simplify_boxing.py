@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...boxing import plan
+from ...boxing import plan_boxing
 from ...sharding.spec import Spec
-from ..program.nodes import Boxing
-from .alias_analysis import Memory, costs, differentiable, is_boxing, modes, plain, replace
+from ..program.nodes import BoxingCall
+from .alias_analysis import AliasSets, costs, differentiable, is_boxing, modes, plain, replace
 
-__all__ = ["remove_redundant", "unmoved"]
+__all__ = ["simplify_boxings", "unmoved"]
 
 
-def remove_redundant(graph: fx.Graph) -> None:
+def simplify_boxings(graph: fx.Graph) -> None:
     """Shorten chains of boxings, in order, so that a chain of any length shortens."""
-    memory, mode = Memory(graph), modes(graph)
+    memory, mode = AliasSets(graph), modes(graph)
     for node in list(graph.nodes):
         if not is_boxing(node) or node.target.grad is not None or not plain(node.target.src, node.target.dst):
             continue
@@ -37,7 +37,7 @@ def remove_redundant(graph: fx.Graph) -> None:
 
 def unmoved(src: Spec, dst: Spec) -> bool:
     """Whether every part stays as it is, and so does every part of the gradient."""
-    return src is dst or (plan(src, dst).is_noop and plan(dst.dual(), src.dual()).is_noop)
+    return src is dst or (plan_boxing(src, dst).is_noop and plan_boxing(dst.dual(), src.dual()).is_noop)
 
 
 def _chained(first: fx.Node) -> bool:
@@ -58,7 +58,7 @@ def _shorten(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node | None
     if costs([(a, c)], both) > now:
         return None
     with graph.inserting_before(second):
-        node = graph.call_function(Boxing(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
+        node = graph.call_function(BoxingCall(a, c, None, second.target.why, second.target.alias and first.target.alias), (first.args[0],))
     node.meta.update(second.meta, box=(a, c))
     replace(second, node)
     _drop(first)

@@ -12,10 +12,10 @@ from torch import fx
 from ..._base import torch_private
 from ..._base.pytree import object_tensors
 
-__all__ = ["Part", "constants_first", "cut_out", "operands", "put_back", "storages", "written"]
+__all__ = ["Subgraph", "constants_first", "extract", "mutated_operands", "operands", "put_back", "storages"]
 
 
-class Part:
+class Subgraph:
     """Consecutive nodes as a graph: its inputs are ``needs``, nodes of the program from outside, its results the nodes ``gives``, in order."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -36,7 +36,7 @@ class Part:
         return made
 
 
-def cut_out(graph: fx.Graph, wanted: Callable[[fx.Node], Any]) -> Iterator[tuple[Any, list[fx.Node]]]:
+def extract(graph: fx.Graph, wanted: Callable[[fx.Node], Any]) -> Iterator[tuple[Any, list[fx.Node]]]:
     """Runs of consecutive nodes for which ``wanted`` is the same, and not None: (that, nodes). Constants of the program come before all of them."""
     constants_first(graph)
     kind: Any = None
@@ -61,7 +61,7 @@ def constants_first(graph: fx.Graph) -> None:
             first.prepend(node)
 
 
-def put_back(graph: fx.Graph, part: Part, name: str, needs: Sequence[fx.Node] | None = None, gives: Sequence[fx.Node] | None = None) -> fx.Node:
+def put_back(graph: fx.Graph, part: Subgraph, name: str, needs: Sequence[fx.Node] | None = None, gives: Sequence[fx.Node] | None = None) -> fx.Node:
     """Replace the nodes of a part by one call of the module ``name``, which takes ``needs`` and returns the tuple of ``gives``."""
     gives = part.gives if gives is None else gives
     inside = set(part.nodes)
@@ -98,7 +98,7 @@ _STATISTICS: Mapping[str, tuple[tuple[int, str], tuple[int, str], tuple[int, str
 _AS_KERNELS: Mapping[Any, tuple[int, int, int]] = {torch.batch_norm: (3, 4, 5), torch.instance_norm: (3, 4, 5)}
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def mutated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory a node writes to."""
     given = operands(node)
     found = [given[i] for i in node.meta.get("writes", ()) if i < len(given)]

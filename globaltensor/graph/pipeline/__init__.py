@@ -3,9 +3,9 @@
 # The families register themselves when imported.
 from . import flush_schedules as _flushing
 from . import zero_bubble_schedules as _zero_bubble
-from .validate_schedule import check, fitted, in_flight, promise
+from .validate_schedule import check, resolve_schedule, in_flight, max_activations
 from .runtime import Pipeline
-from .schedule import Action, Schedule, Span, best, known, schedule
+from .schedule import Action, Schedule, Span, default_schedule, parse_schedule, schedule
 from .simulate import Simulation, simulate
 from .stage import Stage
 from .timeline import Timeline, save_trace, timeline, trace
@@ -20,12 +20,12 @@ __all__ = [
     "Span",
     "Stage",
     "Timeline",
-    "best",
     "check",
-    "fitted",
+    "default_schedule",
     "in_flight",
-    "known",
-    "promise",
+    "max_activations",
+    "parse_schedule",
+    "resolve_schedule",
     "save_trace",
     "schedule",
     "simulate",

@@ -18,14 +18,14 @@ from ...distributed.world import world
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ...sharding.spec import Spec
-from ..capture.capture import Captured
+from ..capture.capture import CaptureResult
 from ..errors import GraphError
-from ..passes.alias_analysis import Memory
-from ..program.nodes import Boxing, autocast, backward, set_grad_enabled
+from ..passes.alias_analysis import AliasSets
+from ..program.nodes import BoxingCall, autocast, backward, set_grad_enabled
 from .stage_assignment import stages_of_nodes
 from .stage_transfer import Edge
 
-__all__ = ["Cut", "Part", "cut"]
+__all__ = ["Part", "StagePartition", "cut"]
 
 Key = tuple[Any, ...]
 
@@ -58,7 +58,7 @@ class Part:
     leaving: dict[Key, fx.Node] = field(default_factory=dict)
 
 
-class Cut(NamedTuple):
+class StagePartition(NamedTuple):
     """All that a pipeline needs to know."""
 
     parts: dict[int, Part]
@@ -67,19 +67,19 @@ class Cut(NamedTuple):
     results: list[tuple[int, int]]  # where each tensor that build() returns comes from: (stage, output of the stage)
 
 
-def cut(captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> Cut:
+def cut(captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> StagePartition:
     """Cut the program. ``placements``: of each stage. Collective: ranks tell each other what their stages need. Raises GraphError."""
-    return _Cutter(captured, placements, inputs).cut()
+    return StagePartitioner(captured, placements, inputs).cut()
 
 
-class _Cutter:
-    def __init__(self, captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> None:
+class StagePartitioner:
+    def __init__(self, captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor]) -> None:
         self.captured, self.placements, self.given = captured, placements, inputs
         self.rank = world().rank
         self.held = [k for k, p in enumerate(placements) if p.coordinate(self.rank) is not None]
         self.parts: dict[int, Part] = {}
         self.nodes = list(captured.program.nodes)
-        self.memory = Memory(captured.program)
+        self.memory = AliasSets(captured.program)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = {node: i for i, node in enumerate(self.nodes[: captured.inputs])}
         self.boxes = {node: i for i, node in enumerate(n for n in self.nodes if _crosses(n))}
@@ -124,7 +124,7 @@ class _Cutter:
 
     # Emitting
 
-    def cut(self) -> Cut:
+    def cut(self) -> StagePartition:
         loss = self._loss()
         results = self._results()
         always: dict[int, list[Key]] = {k: [] for k in range(len(self.placements))}
@@ -154,7 +154,7 @@ class _Cutter:
             part.outputs = outputs[part.number]
             if loss is not None and loss[0] == part.number:
                 part.loss = part.outputs.index(("loss",)), loss[2]
-        return Cut(self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where])
+        return StagePartition(self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where])
 
     def _emitted(self, part: Part, values: Mapping[Key, fx.Node]) -> None:
         """The stage's program: its own nodes, and those of no stage that they or the outputs need, in the order of the user's code."""
@@ -309,7 +309,7 @@ class _Cutter:
         key = ("box", self.boxes[node])
         came = self.need(node, part, Need(key, self.source(node.args[0], src), a, b, bool(node.meta["val"].requires_grad)))
         if b is not dst:
-            made = part.graph.call_function(Boxing(b, dst, None, node.target.why, True), (came,))
+            made = part.graph.call_function(BoxingCall(b, dst, None, node.target.why, True), (came,))
             made.meta = {**node.meta, "box": (b, dst)}
             part.known[node] = made
             return made
@@ -326,7 +326,7 @@ class _Cutter:
         whole = _whole(spec)
         came = self.need(node, part, Need(("value", node.meta["value"]), self.source(node, spec), whole, whole, bool(node.meta["val"].requires_grad)))
         if whole is not spec:
-            made = part.graph.call_function(Boxing(whole, spec, None, "pipeline", True), (came,))
+            made = part.graph.call_function(BoxingCall(whole, spec, None, "pipeline", True), (came,))
             made.meta = {**node.meta, "box": (whole, spec)}
             part.known[node] = made
             return made
@@ -394,7 +394,7 @@ class _Cutter:
         grad = self.by_box[key[1]].target.grad if key[0] == "box" else None  # type: ignore[union-attr]
         whole = _whole(spec)
         if whole is not spec or grad is not None:
-            made = part.graph.call_function(Boxing(spec, whole, grad, "pipeline", True), (made,))
+            made = part.graph.call_function(BoxingCall(spec, whole, grad, "pipeline", True), (made,))
             made.meta.update(val=node.meta["val"], effect=False, calls=1, box=(spec, whole))
         elif any(self.order[w] > self.order[self._leaves_at(key, part)] for w in self.writers.get(self.memory.of(node), ())):
             made = part.graph.call_method("clone", (made,))

@@ -13,18 +13,18 @@ from ...distributed.world import placeholder
 from ...sharding.placement import Placement
 from ...sharding.spec import Spec
 from .. import passes
-from ..capture.capture import Captured
+from ..capture.capture import CaptureResult
 from ..passes.lower import lower
-from ..program.nodes import Draw
+from ..program.nodes import RandomCall
 from ..program.program import Program, State
 from .partition import cut
 from .runtime import Pipeline
 from .schedule import Schedule
 from .split_backward import DEFERRED, LIGHTER
 from .stage import Stage
-from .validate_schedule import fitted
+from .validate_schedule import resolve_schedule
 
-__all__ = ["Staged", "lanes"]
+__all__ = ["PipelinedGraph", "lanes"]
 
 
 def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
@@ -49,19 +49,19 @@ class _Turn:
         self.draws, self.first, self.micro = 0, 0, 0
 
 
-class _Drawn(Draw):
+class _Drawn(RandomCall):
     """A random op of a stage: what it draws depends on the micro-batch, not on the schedule; recomputed, it draws the same again."""
 
     __module__ = "steps"
     repeats = True
 
-    def __init__(self, draw: Draw, number: int, turn: _Turn) -> None:
+    def __init__(self, draw: RandomCall, number: int, turn: _Turn) -> None:
         super().__init__(draw.function, draw.coordinate)
         self.__name__, self.number, self.turn = draw.__name__, number, turn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         turn = self.turn
-        return draws.keyed(self.function, args, kwargs, self.coordinate, turn.first, turn.micro * turn.draws + self.number)
+        return draws.run_with_key(self.function, args, kwargs, self.coordinate, turn.first, turn.micro * turn.draws + self.number)
 
 
 class _Stage(Stage):
@@ -84,12 +84,12 @@ class _Stage(Stage):
         return super().backward_input(micro, *args, **kwargs)
 
 
-class Staged:
+class PipelinedGraph:
     """Runs the micro-batches of a call through the stages."""
 
     def __init__(
         self,
-        captured: Captured,
+        captured: CaptureResult,
         placements: Sequence[Placement],
         inputs: Sequence[torch.Tensor],
         states: Sequence[State],
@@ -101,7 +101,7 @@ class Staged:
     ) -> None:
         self.captured, self.micros = captured, micros
         self.turn = _Turn()
-        drawn = [n for n in captured.program.nodes if isinstance(n.target, Draw) and n.kwargs.get("generator") is None]
+        drawn = [n for n in captured.program.nodes if isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None]
         for i, node in enumerate(drawn):  # the same on every rank: those outside a placement skip
             node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
         self.turn.draws = len(drawn)
@@ -109,7 +109,7 @@ class Staged:
         crossing = {(e.source, e.target) for e in made.edges if e.source >= 0}
         if not captured.scaled:
             wanted = "forward"
-        self.schedule: Schedule = fitted(wanted, lanes(placements), micros, crossing)
+        self.schedule: Schedule = resolve_schedule(wanted, lanes(placements), micros, crossing)
         split = any(action.kind == "I" for row in self.schedule.rows for action in row)
         self.programs: dict[int, Program] = {}
         stages = {}
@@ -141,7 +141,7 @@ class Staged:
                 for i, given in enumerate(micros):
                     inputs[stage][i][number] = given[source]
         if self.turn.draws:
-            self.turn.first = draws.claim(self.turn.draws * len(micros))
+            self.turn.first = draws.reserve_keys(self.turn.draws * len(micros))
         found = self.pipeline.run(inputs, scale)
         out = []
         for i in range(len(micros)):
@@ -167,7 +167,7 @@ def _runner(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
     return lambda *inputs: program(inputs)
 
 
-def _specs_of(captured: Captured) -> list[Spec]:
+def _specs_of(captured: CaptureResult) -> list[Spec]:
     from .partition import _specs
 
     return [spec for spec in _specs(captured.structure) if spec is not None]

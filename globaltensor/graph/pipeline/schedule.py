@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..._base.writable_path import write_text
 from ...errors import ScheduleError
 
-__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "best", "family", "find", "in_turn", "known", "schedule"]
+__all__ = ["FAMILIES", "Action", "Family", "Schedule", "Span", "default_schedule", "family", "find", "in_turn", "parse_schedule", "schedule"]
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -179,7 +179,7 @@ def schedule(name: str, lanes: Sequence[int], micros: int, **options: Any) -> Sc
     return Schedule(found.name, len(where), count, tuple(tuple(row) for row in found.rows(where, count, **options)), where)
 
 
-def known(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | None:
+def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | None:
     """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text that ends in ".json", as the schedule in that file; a Schedule
     and None as they are. Raises ScheduleError for a name or a file that is none.
 
@@ -198,7 +198,7 @@ def known(wanted: str | os.PathLike[str] | Schedule | None) -> str | Schedule | 
         raise ScheduleError(f"no schedule in {os.fspath(wanted)}: {error.strerror}") from error
 
 
-def best(lanes: Sequence[int]) -> str:
+def default_schedule(lanes: Sequence[int]) -> str:
     """The name of the schedule to take where the user names none: interleaved where lanes take stages in turn more than once, else 1f1b.
 
     >>> best((0, 1, 2)), best((0, 1, 0, 1))

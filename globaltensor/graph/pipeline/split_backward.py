@@ -1,9 +1,9 @@
 """Backward in two parts: the gradients of inputs now, those of weights later ("Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024).
 
-`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to
-its `Later`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
-weights get that are no leaves (gathered ones) or have a hook on their gradient, is computed with the gradients of inputs. Torch calls a hook that runs
-after accumulation (`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been added yet, and again when it was.
+`linear`, `matmul` and the convolutions are torch's; while a stage of a zero-bubble schedule runs they leave the gradients of weights that are leaves to its
+`DeferredWeightGrads`, which keeps their input and the gradient of their result, no more. What other functions (norms, embeddings) give their weights, and what
+weights get that are no leaves (gathered ones) or have a hook on their gradient, is computed with the gradients of inputs. Torch calls a hook that runs after
+accumulation (`register_post_accumulate_grad_hook`) for a weight that was put off too, when nothing has been added yet, and again when it was.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from ..._base.torch_private import any_autocast, call_after_accumulation, computed_by
 
-__all__ = ["DEFERRED", "LIGHTER", "Later", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
+__all__ = ["DEFERRED", "LIGHTER", "DeferredWeightGrads", "checkpointing", "conv1d", "conv2d", "conv3d", "lighter_linear", "lighter_matmul", "linear", "matmul"]
 
 
-class Later:
+class DeferredWeightGrads:
     """What one forward pass leaves for later: gradients of weights that `holding` put off, until `run` computes them.
 
     >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), Later()
@@ -74,12 +74,12 @@ class Later:
             work.pop()()
 
 
-_current: ContextVar[Later | None] = ContextVar("globaltensor_deferred_weights", default=None)
+_current: ContextVar[DeferredWeightGrads | None] = ContextVar("globaltensor_deferred_weights", default=None)
 
 
 class _Recording:
-    def __init__(self, later: Later) -> None:
-        self._later, self._tokens = later, list[Token[Later | None]]()
+    def __init__(self, later: DeferredWeightGrads) -> None:
+        self._later, self._tokens = later, list[Token[DeferredWeightGrads | None]]()
 
     def __enter__(self) -> None:
         self._tokens.append(_current.set(self._later))
@@ -97,7 +97,7 @@ def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManage
     return contextlib.nullcontext(), contextlib.nullcontext() if later is None else later.recording()
 
 
-def _deferring(*leaves: Tensor | None) -> Later | None:
+def _deferring(*leaves: Tensor | None) -> DeferredWeightGrads | None:
     """Who takes the gradient of a weight now being used; None where it is not one to put off."""
     later = _current.get()
     if later is None or not torch.is_grad_enabled() or not any(_waits(leaf) for leaf in leaves):
@@ -184,7 +184,7 @@ def _real_matrix(t: Tensor) -> bool:
     return t.ndim == 2 and not t.is_complex()
 
 
-def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+def _told(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
     """``out``; its gradient will be there for those of weight and bias."""
     product = computed_by(out)
     if product is not None:
@@ -218,7 +218,7 @@ def _factors(x: Tensor, grad: Tensor, across: bool) -> tuple[Tensor, Tensor]:
     return (x.t(), grad) if across else (grad.t(), x)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
     """`_Product` of an input with any number of dims before its last."""
     out: Tensor = _Product.apply(_rows(x), weight, bias, across, later)  # type: ignore[no-untyped-call]
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
@@ -228,7 +228,7 @@ class _Product(torch.autograd.Function):
     """``x @ weight.t() + bias`` of matrices; ``across``: ``x @ weight``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: DeferredWeightGrads) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.across, ctx.later, ctx.weight, ctx.bias = across, later, weight, bias
         ctx.first = not later.held
@@ -298,7 +298,7 @@ conv1d, conv2d, conv3d = _convolution(F.conv1d, 1), _convolution(F.conv2d, 2), _
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], later: DeferredWeightGrads) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
         ctx.first = not later.held

@@ -9,14 +9,14 @@ import torch
 
 from ..._base import torch_private
 from ..._base.pytree import object_tensors, replaced_in_objects
-from ..._ops.dispatch import meeting
+from ..._ops.dispatch import stage_context
 from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GlobalTensorError
 from ...parallel.module_to_global import module_to_global
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
-from ...sharding.spec import layout_on
-from ..module_settings import Block
+from ...sharding.spec import layout_for
+from ..module_settings import ModuleSettings
 from . import *  # noqa: F403
 
 __all__ = ["cut"]
@@ -70,7 +70,7 @@ def staged(model: torch.nn.Module, placements: Sequence[Placement], parts: Seque
         inside.update(f"{path}.{name}".rstrip(".") for name, _ in module.named_modules())
         _place(module, path, placements[stage], sbp, done)
         for each in _running(module):
-            block = Block()
+            block = ModuleSettings()
             block.set_stage(stage, placements[stage])
             each.__dict__["_stage"] = block
             each.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -102,16 +102,16 @@ class _Begin:
         before = module.__dict__.setdefault("_met_before", [])
         if before:  # an interrupt has left the pass before without its end
             before.clear()
-            meeting.models = meeting.stages = 0
-            meeting.where = None
-        before.append(meeting.where)
-        meeting.models += 1
-        meeting.where = None if torch_private.function_mode_on() else self.first  # under capture that is the graph's affair (graph/capture/recorders.py)
+            stage_context.models = stage_context.stages = 0
+            stage_context.where = None
+        before.append(stage_context.where)
+        stage_context.models += 1
+        stage_context.where = None if torch_private.function_mode_on() else self.first  # under capture that is the graph's affair (graph/capture/recorders.py)
 
 
 def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
-    meeting.where = module.__dict__["_met_before"].pop()
-    meeting.models -= 1
+    stage_context.where = module.__dict__["_met_before"].pop()
+    stage_context.models -= 1
 
 
 def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -123,8 +123,8 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     _given_back(module)  # what an interrupt has left
     where = module.__dict__["_stage"].placement
     entered: list[Any] = module.__dict__.setdefault("_entered", [])
-    entered.append(meeting.where)
-    meeting.where, meeting.stages = where, meeting.stages + 1
+    entered.append(stage_context.where)
+    stage_context.where, stage_context.stages = where, stage_context.stages + 1
     borrowed = module.__dict__.setdefault("_borrowed", [])
     for part in module.modules():
         for held in (part._parameters, part._buffers):
@@ -138,7 +138,7 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _brought(t: Any, where: Placement) -> Any:
-    return t.to_global(placement=where, sbp=layout_on(where, t.sbp)) if isinstance(t, GlobalTensor) and t.placement is not where else t
+    return t.to_global(placement=where, sbp=layout_for(where, t.sbp)) if isinstance(t, GlobalTensor) and t.placement is not where else t
 
 
 def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -147,9 +147,9 @@ def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     if not entered:
         return  # it ran under capture
     before = entered.pop()
-    meeting.stages -= 1
-    if meeting.stages or not meeting.models:
-        meeting.where = before  # within another stage that one goes on; between the stages of a model the last that ran counts
+    stage_context.stages -= 1
+    if stage_context.stages or not stage_context.models:
+        stage_context.where = before  # within another stage that one goes on; between the stages of a model the last that ran counts
 
 
 def _given_back(module: torch.nn.Module, written: bool = False) -> None:
@@ -158,7 +158,7 @@ def _given_back(module: torch.nn.Module, written: bool = False) -> None:
         lent, held[name] = held[name], t
         if written and buffer and isinstance(lent, GlobalTensor):
             with torch.no_grad():
-                value = lent.detach().to_global(placement=t.placement, sbp=layout_on(t.placement, t.sbp))
+                value = lent.detach().to_global(placement=t.placement, sbp=layout_for(t.placement, t.sbp))
                 if value.shape == t.shape:
                     t.copy_(value)
                 else:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..._ops.backward import in_this_thread, seed
+from ..._ops.backward import in_this_thread, initial_cotangent
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
 from ..._tensor.gradients.reducer import reducer
 from ...sharding.spec import Spec
 from ..capture.recorder_base import casting
 from ..program.nodes import autocast
-from .split_backward import Later
+from .split_backward import DeferredWeightGrads
 
 __all__ = ["Stage"]
 
@@ -27,7 +27,7 @@ class _Kept:
 
     __slots__ = ("later", "leaves", "roots", "seed")
 
-    def __init__(self, leaves: dict[int, Tensor], roots: list[GradientEdge | None], later: Later | None, seed: Tensor | None) -> None:
+    def __init__(self, leaves: dict[int, Tensor], roots: list[GradientEdge | None], later: DeferredWeightGrads | None, seed: Tensor | None) -> None:
         self.leaves, self.roots, self.later, self.seed = leaves, roots, later, seed
 
 
@@ -52,7 +52,7 @@ class Stage:
     def __init__(self, function: Callable[..., Sequence[Tensor]], differentiable: Collection[int] = (), loss: tuple[int, Spec] | None = None) -> None:
         self.function, self.differentiable, self.loss = function, frozenset(differentiable), loss
         self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Later] = {}
+        self._later: dict[int, DeferredWeightGrads] = {}
 
     @property
     def micros(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Stage:
             with torch.no_grad(), _same_after():
                 return tuple(self.function(*inputs))
         given = [t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)]
-        later = Later() if split else None
+        later = DeferredWeightGrads() if split else None
         with torch.enable_grad(), _same_after(), later.recording() if later is not None else contextlib.nullcontext():
             outputs = tuple(self.function(*given))
         # A gradient edge holds the graph, not the tensor: an output that was sent takes no memory here, unless an op has saved it.
@@ -73,7 +73,7 @@ class Stage:
         start = None
         if self.loss is not None:
             number, spec = self.loss
-            start = seed(GlobalTensor.wrap(outputs[number].detach(), spec), None)
+            start = initial_cotangent(GlobalTensor.wrap(outputs[number].detach(), spec), None)
         leaves = {i: t for i, t in enumerate(given) if i in self.differentiable}
         self._kept[micro] = _Kept(leaves, roots, later, start)
         return tuple(t.detach() for t in outputs)
@@ -92,7 +92,7 @@ class Stage:
     def backward_input(self, micro: int, grads: Mapping[int, Tensor], loss_scale: float = 1.0) -> dict[int, Tensor]:
         """The same, but weights whose gradients can wait (`deferred`) get theirs from `backward_weight`. Activations are let go, save what that needs."""
         kept = self._kept.pop(micro)
-        later = self._later[micro] = Later() if kept.later is None else kept.later
+        later = self._later[micro] = DeferredWeightGrads() if kept.later is None else kept.later
         with later.holding():
             return self._backward(kept, grads, loss_scale)
 

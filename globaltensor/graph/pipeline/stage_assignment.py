@@ -11,10 +11,10 @@ from torch import fx
 from ..._base.pytree import tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ...sharding.placement import Placement
-from ..capture.capture import Captured
+from ..capture.capture import CaptureResult
 from ..errors import GraphError
-from ..passes.alias_analysis import Memory
-from ..program.nodes import Step
+from ..passes.alias_analysis import AliasSets
+from ..program.nodes import ProgramCall
 
 __all__ = ["stages_of_nodes"]
 
@@ -22,7 +22,7 @@ _NO_CALL = ("placeholder", "get_attr", "output")
 
 
 def stages_of_nodes(
-    captured: Captured, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], memory: Memory, boxes: Collection[fx.Node]
+    captured: CaptureResult, placements: Sequence[Placement], inputs: Sequence[torch.Tensor], memory: AliasSets, boxes: Collection[fx.Node]
 ) -> dict[fx.Node, int | None]:
     """The stage of each node of a rank's program; None: of none, computed wherever it is used.
 
@@ -48,7 +48,7 @@ def stages_of_nodes(
     return found
 
 
-def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: Memory) -> set[fx.Node]:
+def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: AliasSets) -> set[fx.Node]:
     """What follows from constants and plain inputs (``given``: of each input, whether it is plain) alone, and is the same each time."""
     found: set[fx.Node] = set()
     tainted: set[Any] = set()  # memory that something else writes to
@@ -58,7 +58,7 @@ def _plain(nodes: Sequence[fx.Node], given: dict[fx.Node, bool], memory: Memory)
         for node in nodes:
             ours = given.get(node, False) or node.op == "get_attr"
             if node.op in ("call_function", "call_method"):
-                ours = not isinstance(node.target, Step) and not node.meta.get("random") and all(a in found for a in node.all_input_nodes)
+                ours = not isinstance(node.target, ProgramCall) and not node.meta.get("random") and all(a in found for a in node.all_input_nodes)
                 ours = ours and not any(t.requires_grad for t in tensors_in(node.meta.get("val"), []))
                 ours = ours and "spec" not in node.meta  # a part of a global tensor, be it the placeholder that a rank outside its placement holds
             if ours and memory.of(node) not in tainted:

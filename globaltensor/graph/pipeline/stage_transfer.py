@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._tensor.gradients.flat_buffers import Room
-from ...boxing.moves import gives, takes
+from ...boxing.moves import recv_slices, send_slices
 from ...distributed.communicator import Channel, Message
 from ...distributed.world import World
 from ...errors import ScheduleError, WorldError
@@ -74,11 +74,11 @@ class Route(NamedTuple):
 
     def taken(self, rank: int) -> list[tuple[int, Slices, Slices]]:
         """(from whom, where it lies there, where it goes here) of each piece that ``rank`` gets."""
-        return takes(*self.ends, rank) if self.reaches(rank) else []
+        return recv_slices(*self.ends, rank) if self.reaches(rank) else []
 
     def given(self, rank: int) -> list[tuple[int, Slices]]:
         """(to whom, where it lies here) of each piece that ``rank`` sends."""
-        return [piece for piece in gives(*self.ends, rank) if self.reaches(piece[0])]
+        return [piece for piece in send_slices(*self.ends, rank) if self.reaches(piece[0])]
 
 
 class _Pool:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ...errors import ScheduleError
-from .schedule import KINDS, Action, Schedule, best, find, schedule
+from .schedule import KINDS, Action, Schedule, default_schedule, find, schedule
 
-__all__ = ["Flow", "check", "fitted", "in_flight", "promise", "running_order", "stages_in_flight"]
+__all__ = ["Flow", "check", "in_flight", "max_activations", "resolve_schedule", "running_order", "stages_in_flight"]
 
 _SHOWN = 8  # of the errors of one schedule
 
@@ -145,7 +145,7 @@ def _peaks(row: Sequence[Action]) -> tuple[int, Counter[int]]:
     return peak, peaks
 
 
-def fitted(
+def resolve_schedule(
     wanted: str | Schedule | None, lanes: Sequence[int], micros: int, edges: Collection[tuple[int, int]] | None = None
 ) -> Schedule:
     """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or the given one, checked. Raises ScheduleError where it
@@ -154,7 +154,7 @@ def fitted(
     >>> fitted(None, (0, 1, 0, 1), 4).name
     'interleaved'
     """
-    made = wanted if isinstance(wanted, Schedule) else schedule(best(lanes) if wanted is None else wanted, lanes, micros)
+    made = wanted if isinstance(wanted, Schedule) else schedule(default_schedule(lanes) if wanted is None else wanted, lanes, micros)
     if (made.lanes, made.micros) != (tuple(lanes), micros):
         raise ScheduleError(
             f"schedule {made.name} is for stages on lanes {list(made.lanes)} and {made.micros} micro-batches; "
@@ -164,7 +164,7 @@ def fitted(
     return made
 
 
-def promise(name: str, lanes: Sequence[int], micros: int, **options: Any) -> tuple[int, ...]:
+def max_activations(name: str, lanes: Sequence[int], micros: int, **options: Any) -> tuple[int, ...]:
     """The most activations that each lane will hold with the schedule of this name, whatever the order its lanes come to run in.
 
     >>> promise("1f1b", (0, 1, 2), 8), promise("gpipe", (0, 1, 2), 8)

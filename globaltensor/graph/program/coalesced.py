@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..._base import torch_private
-from ...boxing import Move, log, plan
+from ...boxing import Move, log, plan_boxing
 from ...distributed.communicator import Handle, flatten
 from ...distributed.world import world
 from ...sharding.spec import Spec
-from .nodes import Step
+from .nodes import ProgramCall
 
-__all__ = ["Begin", "End", "Joint", "move_of"]
+__all__ = ["CoalescedCollective", "StartCollective", "WaitCollective", "move_of"]
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter")
 _DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
@@ -38,13 +38,13 @@ def move_of(src: Spec, dst: Spec) -> Move | None:
 def _only(src: Spec, dst: Spec) -> Move | None:
     if src.placement is not dst.placement or src.shown is not src or dst.shown is not dst or src.dtype not in _DTYPES:
         return None
-    moves = [m for m in plan(src, dst).moves if m.kind != "keep"]
+    moves = [m for m in plan_boxing(src, dst).moves if m.kind != "keep"]
     if len(moves) != 1 or moves[0].kind not in KINDS or any(e.kind == "partial" and e.reduce != "sum" for e in (*src.layout, *dst.layout)):
         return None
     return moves[0]
 
 
-class Joint(Step):
+class CoalescedCollective(ProgramCall):
     """Boxings that are one move of one kind each, among the same ranks, of one dtype -> their results. ``routes``: (src, dst, what asked for it)."""
 
     __module__ = "boxing"
@@ -58,9 +58,9 @@ class Joint(Step):
         self.__name__ = self.kind if len(routes) == 1 else f"{self.kind}_of_{len(routes)}"
 
     @cached_property
-    def back(self) -> Joint:
+    def back(self) -> CoalescedCollective:
         """The same for the gradients."""
-        return Joint([(dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}") for src, dst, why in self.routes])
+        return CoalescedCollective([(dst.dual(), src.dual(), f"backward of {why or log.EXPLICIT}") for src, dst, why in self.routes])
 
     def __call__(self, *locals_: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
@@ -70,7 +70,7 @@ class Joint(Step):
     def begin(self, locals_: Sequence[Tensor], logs: Any = None) -> Finish:
         """Start it; the function returned waits and gives the results. ``locals_`` may be written to meanwhile."""
         for src, dst, why in self.routes:
-            log.watch(plan(src, dst), why, logs)
+            log.record_boxing(plan_boxing(src, dst), why, logs)
         here, placement = world(), self.moves[0].src.placement
         if here.rank not in placement._coordinates:
             kept = [t.detach() for t in locals_]
@@ -85,7 +85,7 @@ def _joined(flats: Sequence[Tensor]) -> Tensor:
     return torch.cat([flatten(t) for t in flats]) if len(flats) > 1 else flatten(flats[0]).clone()
 
 
-def _all_reduce(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+def _all_reduce(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
     buffer = _joined(locals_)
     handle: Handle = comm.all_reduce_async(buffer, "sum")
     shapes = [t.shape for t in locals_]
@@ -97,7 +97,7 @@ def _all_reduce(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[
     return finish
 
 
-def _all_gather(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+def _all_gather(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
     shapes = [[m.src.local_shape(r) for r in peers] for m in joint.moves]  # of each tensor, the part on each rank
     numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
     mine = _joined(locals_)
@@ -116,7 +116,7 @@ def _all_gather(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[
     return finish
 
 
-def _reduce_scatter(joint: Joint, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
+def _reduce_scatter(joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int) -> Finish:
     chunks = []
     for r in peers:
         chunks.append(_joined([t[_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)]))
@@ -139,7 +139,7 @@ def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
 _BEGIN: Final[dict[str, Callable[..., Finish]]] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
 
 
-def _back(joint: Joint, grads: tuple[Tensor, ...], logs: Any) -> Finish:
+def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...], logs: Any) -> Finish:
     """The gradients' way: begun, or gone where they are differentiated in turn."""
     if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
         gone = list(joint.back(*grads))
@@ -149,7 +149,7 @@ def _back(joint: Joint, grads: tuple[Tensor, ...], logs: Any) -> Finish:
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, *locals_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, joint: CoalescedCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
         ctx.joint, ctx.logs = joint, log.current_logs()
         return tuple(joint.begin(locals_)())
 
@@ -158,27 +158,27 @@ class _Together(torch.autograd.Function):
         return None, *_back(ctx.joint, grads, ctx.logs)()
 
 
-class Pending:
+class PendingCollective:
     """A collective under way. ``tokens``: stand-ins for its results, without memory, by which autograd knows what they are results of."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: CoalescedCollective) -> None:
         self.joint = joint
         self.tokens: tuple[Tensor, ...] = ()
         self.finish: Finish | None = None  # of the forward pass
         self.back: Finish | None = None  # of the backward pass
 
 
-class Begin(Step):
-    """Starts a `Joint`; what it gives is for `End`."""
+class StartCollective(ProgramCall):
+    """Starts a `CoalescedCollective`; what it gives is for `WaitCollective`."""
 
     __module__ = "boxing"
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: CoalescedCollective) -> None:
         self.joint = joint
         self.__name__ = f"begin_{joint.__name__}"
 
-    def __call__(self, *locals_: Tensor) -> Pending:
-        under_way = Pending(self.joint)
+    def __call__(self, *locals_: Tensor) -> PendingCollective:
+        under_way = PendingCollective(self.joint)
         if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
             under_way.tokens = _Begin.apply(under_way, *locals_)  # type: ignore[no-untyped-call]
         else:
@@ -186,16 +186,16 @@ class Begin(Step):
         return under_way
 
 
-class End(Step):
-    """Waits for what `Begin` has started -> the results; of one boxing its result."""
+class WaitCollective(ProgramCall):
+    """Waits for what `StartCollective` has started -> the results; of one boxing its result."""
 
     __module__ = "boxing"
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: CoalescedCollective) -> None:
         self.joint = joint
         self.__name__ = f"end_{joint.__name__}"
 
-    def __call__(self, under_way: Pending) -> Any:
+    def __call__(self, under_way: PendingCollective) -> Any:
         if under_way.tokens:
             out = _End.apply(under_way, *under_way.tokens)  # type: ignore[no-untyped-call]
             under_way.tokens = ()
@@ -204,7 +204,7 @@ class End(Step):
         return out if len(self.joint.routes) > 1 else out[0]
 
 
-def _finished(under_way: Pending) -> tuple[Tensor, ...]:
+def _finished(under_way: PendingCollective) -> tuple[Tensor, ...]:
     finish, under_way.finish = under_way.finish, None
     assert finish is not None, "what was begun is awaited once"
     return tuple(finish())
@@ -212,7 +212,7 @@ def _finished(under_way: Pending) -> tuple[Tensor, ...]:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, under_way: Pending, *locals_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, under_way: PendingCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way = under_way
         under_way.finish = under_way.joint.begin(locals_)
         return tuple(locals_[0].new_zeros(()).expand(dst.local_shape(world().rank)) for _, dst, _ in under_way.joint.routes)
@@ -225,7 +225,7 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, under_way: Pending, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, under_way: PendingCollective, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way, ctx.logs = under_way, log.current_logs()
         return _finished(under_way)
 

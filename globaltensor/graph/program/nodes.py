@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ..._ops import backward as gradients
 from ..._ops import random as draws
-from ..._ops.rules.deferred_mean import Count
+from ..._ops.rules.deferred_mean import PendingCount
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.gradients import parameter_gather
-from ...boxing import box, plan
+from ...boxing import box, plan_boxing
 from ...sharding.spec import Spec
 
-__all__ = ["Boxing", "Draw", "Gather", "Step", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
+__all__ = ["BoxingCall", "GatherCall", "ProgramCall", "RandomCall", "autocast", "backward", "count_of", "counted", "set_grad_enabled"]
 
 set_grad_enabled = torch.set_grad_enabled
 
 
-class Step:
+class ProgramCall:
     """A function of ours that is one step of a program. ``__name__`` is how the program prints it."""
 
     __module__ = "steps"
@@ -37,7 +37,7 @@ class Step:
         return self.__name__
 
 
-class Draw(Step):
+class RandomCall(ProgramCall):
     """A random op: it draws from its own stream, equal on ranks that hold equal values. ``repeats``: whether it draws the same numbers when it runs again."""
 
     __module__ = "steps"
@@ -51,21 +51,21 @@ class Draw(Step):
         return draws.run(self.function, args, kwargs, self.coordinate)
 
 
-class Boxing(Step):
+class BoxingCall(ProgramCall):
     """A change of sbp or placement."""
 
     __module__ = "boxing"
 
     def __init__(self, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool) -> None:
         self.src, self.dst, self.grad, self.why, self.alias = src, dst, grad, why, alias
-        moves = plan(src, dst).moves
+        moves = plan_boxing(src, dst).moves
         self.__name__ = "_".join(m.kind for m in moves) or "keep"
 
     def __call__(self, local: Tensor) -> Tensor:
         return box(local, self.src, self.dst, self.grad, self.why, self.alias)
 
 
-class Gather(Step):
+class GatherCall(ProgramCall):
     """A split parameter brought together for a use (_tensor/gradients/parameter_gather.py)."""
 
     __module__ = "boxing"
@@ -75,27 +75,27 @@ class Gather(Step):
         self.__name__ = "gathered"
 
     def __call__(self, local: Tensor) -> Tensor:
-        return parameter_gather.gathered(self.leaf, self.leaf._spec, self.dst, self.why)
+        return parameter_gather.gather_param(self.leaf, self.leaf._spec, self.dst, self.why)
 
 
-def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, count: Count | None = None, *, retain_graph: bool = False) -> None:
+def backward(tensors: Sequence[Tensor], seeds: Sequence[Tensor], scale: float = 1.0, count: PendingCount | None = None, *, retain_graph: bool = False) -> None:
     """The backward pass of this rank's part. ``scale`` multiplies what it starts from; ``count`` is what this has yet to be divided by."""
     reached = [i for i, t in enumerate(tensors) if t.requires_grad]
     if reached:
         starts = [seeds[i] if scale == 1.0 else seeds[i] * scale for i in reached]
         if count is not None:
-            gradients.run_owing(tensors[0], starts[0], count, retain_graph)
+            gradients.run_with_pending_scale(tensors[0], starts[0], count, retain_graph)
         else:
             gradients.run([tensors[i] for i in reached], starts, retain_graph, False, None)
     elif count is not None:
         count.start()
 
 
-def counted(spec: Spec, most: int) -> Callable[[Tensor], Count]:
+def counted(spec: Spec, most: int) -> Callable[[Tensor], PendingCount]:
     """A function of this rank's part of a count, which lies as ``spec``; of all ranks it is ``most`` at most."""
 
-    def start(part: Tensor) -> Count:
-        count = Count(GlobalTensor.wrap(part, spec), most, programmed=True)
+    def start(part: Tensor) -> PendingCount:
+        count = PendingCount(GlobalTensor.wrap(part, spec), most, programmed=True)
         if not count.may_ride():
             count.start()
         return count
@@ -103,7 +103,7 @@ def counted(spec: Spec, most: int) -> Callable[[Tensor], Count]:
     return start
 
 
-def count_of(count: Count) -> Tensor:
+def count_of(count: PendingCount) -> Tensor:
     """Wait for it."""
     whole = count()
     return whole._local if isinstance(whole, GlobalTensor) else whole

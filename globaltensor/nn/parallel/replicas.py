@@ -55,7 +55,7 @@ class GlobalReplicas(Transparent, nn.Module):
                 continue
             self.peers = tuple(r[mine.index(here.rank)] for r in replicas)
             if p.requires_grad and p._local.is_leaf:
-                reducer.watch(p._local)
+                reducer.observe_gradients(p._local)
                 _replace(p, replicas)
         if self.peers:
             self._spread([p._local for _, p in parameters] if broadcast_parameters else [])

@@ -23,7 +23,7 @@ from ..errors import SessionError
 from .control_channel import Line, listen, proxies, reached
 from .settings import Settings, logger
 
-__all__ = ["VARIABLE", "Meeting", "seconds"]
+__all__ = ["VARIABLE", "SessionRendezvous", "seconds"]
 
 VARIABLE: Final = "GLOBALTENSOR_V0_WAIT"
 _WAIT_SECONDS: Final = 60.0
@@ -39,7 +39,7 @@ def seconds() -> float:
     return float(os.environ.get(VARIABLE) or _WAIT_SECONDS)
 
 
-class Meeting:
+class SessionRendezvous:
     """The machines of a session, met. ``machine``: which of them this is; on the master ``lines`` has the line to each other machine by its number."""
 
     def __init__(self, settings: Settings, each: int, kind: str) -> None:

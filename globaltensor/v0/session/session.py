@@ -37,10 +37,10 @@ from ..recording.signature import array_of
 from .device_layout import Layout
 from .engine import Engine
 from .process_place import Place, Workers
-from .rendezvous import Meeting
+from .rendezvous import SessionRendezvous
 from .settings import logger, settings
-from .worker import Told, joined
-from .worker_pool import Crew, follow_master
+from .worker import Instruction, joined
+from .worker_pool import WorkerPool, follow_master
 
 __all__ = ["Fetched", "Session", "reset", "session"]
 
@@ -69,9 +69,9 @@ class Session:
         self.jobs: dict[str, Any] = {}
         self.layout = Layout()
         self.records: dict[str, Record] = {}
-        self.meeting: Meeting | None = None
+        self.meeting: SessionRendezvous | None = None
         self.engine: Engine | None = None
-        self._crew: Crew | None = None
+        self._crew: WorkerPool | None = None
         self._over = ""
         self._failed = ""  # by which call the devices came out of step, in words
         self._log: list[logging.Handler] = []
@@ -152,7 +152,7 @@ class Session:
             settings.closed = True
             if len(settings.machines) > 1:
                 try:
-                    self.meeting = Meeting(settings, self.layout.each, self.layout.kind)
+                    self.meeting = SessionRendezvous(settings, self.layout.each, self.layout.kind)
                 except BaseException as error:
                     self._over = f"the machines of the session did not meet: {error}"
                     raise
@@ -200,14 +200,14 @@ class Session:
         if self.meeting is not None and self.meeting.machine > 0:
             follow_master(self.meeting, self.layout, workers, records, digests)
         atexit.register(self._end_of_script)
-        self._crew = crew = Crew(self.layout, self.meeting, workers)
+        self._crew = crew = WorkerPool(self.layout, self.meeting, workers)
         node = settings.machines[0] if self.meeting is not None else None
         where = "127.0.0.1" if node is None else node.addr
         port = 0 if crew.server is None else int(crew.server.getsockname()[1])
         if node is not None and node.ctrl_port_agent:
             port = node.ctrl_port_agent
         seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
-        told = Told(records, self.layout, seed, settings.debug, settings.tensor_float, settings.rdma, (where, port), secrets.token_hex(16))
+        told = Instruction(records, self.layout, seed, settings.debug, settings.tensor_float, settings.rdma, (where, port), secrets.token_hex(16))
         with reserved_port(settings.data_port or 0) if self.layout.size > 1 else contextlib.nullcontext(0) as data:
             place = Place(self.layout, where, data)
             crew.agree(digests, place, told)
@@ -221,7 +221,7 @@ class Session:
             for record in records:
                 logger.debug("%s", "\n".join(record.lines()))
 
-    def _join(self, told: Told, place: Place) -> Engine:
+    def _join(self, told: Instruction, place: Place) -> Engine:
         assert self._crew is not None
         self._crew.tell(do="join")
         return joined(told, place.variables(0))

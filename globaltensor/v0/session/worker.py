@@ -25,13 +25,13 @@ from .engine import Engine
 from .process_place import Workers, as_rank
 from .settings import logger
 
-__all__ = ["Told", "follow", "joined", "main"]
+__all__ = ["Instruction", "follow", "joined", "main"]
 
 _CONNECT_SECONDS: Final = 60.0
 
 
 @dataclass
-class Told:
+class Instruction:
     """What every device of a session is told by the process that starts it. ``master``: address and port of the control line."""
 
     records: list[Record]
@@ -44,7 +44,7 @@ class Told:
     token: str
 
 
-def joined(told: Told, variables: Mapping[str, str]) -> Engine:
+def joined(told: Instruction, variables: Mapping[str, str]) -> Engine:
     """Join the world as the rank that the variables say, and get ready. Collective."""
     if told.layout.size > 1:
         if running() is not None:
@@ -64,7 +64,7 @@ def main() -> None:
     torch.relu(torch.empty(1, device="meta"))  # torch loads much at the first op on a tensor without memory, as captures use them
     try:
         rank, variables, interfaces = pickle.load(sys.stdin.buffer)
-        told: Told = pickle.load(sys.stdin.buffer)
+        told: Instruction = pickle.load(sys.stdin.buffer)
     except EOFError:  # the session did not start
         return
     os.environ.update(interfaces)
@@ -73,7 +73,7 @@ def main() -> None:
     follow(line, told, variables, None)
 
 
-def follow(line: Line, told: Told, variables: Mapping[str, str], workers: Workers | None) -> None:
+def follow(line: Line, told: Instruction, variables: Mapping[str, str], workers: Workers | None) -> None:
     """Do what the master says; ends this process. ``workers``: the devices that it has started, if it runs the script; then it also says why it ends."""
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     over = threading.Event()

@@ -12,28 +12,28 @@ from ..errors import SessionError
 from .control_channel import Line, listen
 from .device_layout import Layout
 from .process_place import Place, Workers
-from .rendezvous import Meeting
+from .rendezvous import SessionRendezvous
 from .settings import logger, settings
-from .worker import Told, follow
+from .worker import Instruction, follow
 
-__all__ = ["Crew", "follow_master"]
+__all__ = ["WorkerPool", "follow_master"]
 
 _START_SECONDS: Final = 120.0  # for device processes: they import torch
 _TELL_SECONDS: Final = 10.0
 _HELLO_SECONDS: Final = 10.0
 
 
-class Crew:
+class WorkerPool:
     """Devices 1 and on. ``lost``: what has become of one that failed, in words; nothing as long as all is well."""
 
-    def __init__(self, layout: Layout, meeting: Meeting | None, workers: Workers) -> None:
+    def __init__(self, layout: Layout, meeting: SessionRendezvous | None, workers: Workers) -> None:
         self.layout, self.meeting, self.workers, self.lost = layout, meeting, workers, ""
         self.lines: dict[int, Line] = {}
         self.server: Any = meeting.server if meeting is not None else None
         if self.server is None and layout.size > 1:
             self.server = listen("127.0.0.1", 0)
 
-    def agree(self, digests: Mapping[str, str], place: Place, told: Told) -> None:
+    def agree(self, digests: Mapping[str, str], place: Place, told: Instruction) -> None:
         """Every machine has recorded the same jobs, and learns where the devices meet. Raises SessionError, on all machines, where one has not."""
         meeting = self.meeting
         if meeting is None:
@@ -48,7 +48,7 @@ class Crew:
         for line in meeting.lines.values():
             line.send(place=[place.addr, data], seed=told.seed, token=told.token)
 
-    def gather(self, place: Place, told: Told) -> None:
+    def gather(self, place: Place, told: Instruction) -> None:
         """Tell the devices of this machine who they are, and wait until all have come. Raises SessionError where one ends before, or does not come in time."""
         each = self.layout.each
         self.workers.tell(place, 0, told)
@@ -102,7 +102,7 @@ class Crew:
         self.lost = self.lost or f"{line.peer} is gone: its process has ended, or its machine"
 
 
-def follow_master(meeting: Meeting, layout: Layout, workers: Workers, records: list[Any], digests: Mapping[str, str]) -> None:
+def follow_master(meeting: SessionRendezvous, layout: Layout, workers: Workers, records: list[Any], digests: Mapping[str, str]) -> None:
     """What the first device of another machine does: tell the others there who they are, then what the master says. Does not return; raises SessionError
     where the machines do not agree."""
     line = meeting.master
@@ -115,7 +115,7 @@ def follow_master(meeting: Meeting, layout: Layout, workers: Workers, records: l
         raise SessionError(str(asked["refused"]))
     place = Place(layout, *asked["place"])
     where = meeting.nodes[0].addr, meeting.nodes[0].ctrl_port_agent or settings.port
-    told = Told(records, layout, asked["seed"], settings.debug, settings.tensor_float, settings.rdma, where, asked["token"])
+    told = Instruction(records, layout, asked["seed"], settings.debug, settings.tensor_float, settings.rdma, where, asked["token"])
     first = meeting.machine * layout.each
     workers.tell(place, first, told)
     follow(line, told, place.variables(first), workers)

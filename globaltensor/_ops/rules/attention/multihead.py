@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...._base import torch_private
 from ..helpers import register
-from ..notation import Op
+from ..notation import OpDescription
 
 __all__: list[str] = []
 
@@ -94,14 +94,14 @@ def _added(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     return mask if more <= 0 else torch.cat([mask, mask.new_zeros(*mask.shape[:-1], more)], -1)
 
 
-def _describe(op: Op, *args: Any, **kwargs: Any) -> None:
+def _describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     op.compose(_multi_head_attention_forward)
 
 
 register(F.multi_head_attention_forward, _describe)
 
 
-def _never(op: Op, *args: Any) -> None:
+def _never(op: OpDescription, *args: Any) -> None:
     op.composite = lambda *args: False
 
 

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ...._base import torch_private
-from ....distributed.communicator import Comm, flatten
+from ....distributed.communicator import Communicator, flatten
 from ....distributed.world import world
-from ....sharding.spec import pieces
+from ....sharding.spec import balanced_split
 from ..helpers import zeros_connected
 from .blocks import HALF, Rows, Stretch, block, block_backward, cut, key_slice, members, merge, sees, shared, tasks, wide
 
-__all__ = ["Way", "attend", "paired"]
+__all__ = ["RingLayout", "ring_attention", "zigzag_chunks"]
 
 Block: TypeAlias = Tensor | tuple[Tensor, Tensor]  # the keys and values of a rank, flat in one tensor as they travel, or the two of them
 
@@ -38,7 +38,7 @@ _DEAL: Final = 1 << 24  # bytes of tensors that are dealt at a time
 
 
 @dataclass(frozen=True)
-class Way:
+class RingLayout:
     """How the rows and keys of an attention lie, seen by one rank.
 
     ``ring``: the ranks round which keys go, in the order of their keys. ``merged``: the ranks that have the same rows and other keys. ``rows``, ``keys``:
@@ -69,20 +69,20 @@ class Way:
         return tuple(max((t for t in range(p) if s[t]), default=0) for s in seen)
 
 
-def paired(n: int, parts: int) -> tuple[Rows, ...]:
+def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
     """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p with chunk 2p-1-i.
 
     >>> paired(8, 2)
     (((0, 2), (6, 2)), ((2, 2), (4, 2)))
     """
-    chunks = pieces(n, 2 * parts)
+    chunks = balanced_split(n, 2 * parts)
     return tuple((chunks[i], chunks[2 * parts - 1 - i]) for i in range(parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------- what travels
 
 
-def _dealt(way: Way, rows: list[Tensor], keys: list[Tensor], back: bool = False) -> list[Tensor]:
+def _dealt(way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool = False) -> list[Tensor]:
     """Tensors [..., n, e] of rows and of keys from where they are held to where they are worked on, or back. No gradient.
 
     They go in one exchange, large ones one by one. The lists are emptied, so that what nobody else holds makes room for what comes.
@@ -144,8 +144,8 @@ def _common(mine: Rows, theirs: Rows) -> list[tuple[slice, slice]]:
 class _Round:
     """The rounds of a ring as one of its ranks goes through them: which block it has, whether it gets another, and what it passes on."""
 
-    def __init__(self, way: Way, k: Tensor, v: Tensor) -> None:
-        self.comm: Comm = world().comm(way.ring)
+    def __init__(self, way: RingLayout, k: Tensor, v: Tensor) -> None:
+        self.comm: Communicator = world().comm(way.ring)
         self.me, self.p, self.hops = self.comm.index, len(way.ring), way.hops
         self.keys = way.turns[1]
         self.shapes = [(*k.shape[:-2], -1, k.shape[-1]), (*v.shape[:-2], -1, v.shape[-1])]
@@ -213,7 +213,7 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- forward and backward
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> Tensor:
     """softmax(q k^T * scale + mask) v of this rank's rows and every rank's keys: [..., l, e], [..., s, e], [..., s, f] -> [..., l, f].
 
     Leading dims broadcast. ``mask``, bool or added, is [..., l or 1, keys of all ranks or 1]. Every rank of ``way.ring`` and ``way.merged`` must call it.
@@ -226,7 +226,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Te
     return _Attend.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp of the rows as they are worked on)."""
     if _dry(way):
         lead = shared(q, k, v)
@@ -244,7 +244,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> 
     return out, total
 
 
-def _dry(way: Way) -> bool:
+def _dry(way: RingLayout) -> bool:
     """Whether nobody looks at more than shapes. Ranks still meet, once."""
     here = world()
     if here.dry:
@@ -253,7 +253,7 @@ def _dry(way: Way) -> bool:
     return here.dry
 
 
-def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> tuple[Tensor, Tensor]:
+def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> tuple[Tensor, Tensor]:
     dtype, lead = q.dtype, shared(q, k, v)
     rows, keys = way.turns
     if way.dealt:
@@ -275,7 +275,7 @@ def _some_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way
     return (_dealt(way, [out], [], back=True)[0] if way.dealt else out), total
 
 
-def _attend_to(out: Tensor, total: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, way: Way) -> None:
+def _attend_to(out: Tensor, total: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, keys: Rows, way: RingLayout) -> None:
     """Take a block of keys into account."""
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
         for of in members(q, k, v, part):
@@ -287,7 +287,7 @@ def _kind(t: Tensor) -> torch.dtype:
     return torch.float32 if t.dtype in HALF else t.dtype
 
 
-def _shares(q: Tensor, k: Tensor, v: Tensor, way: Way) -> list[Callable[[Tensor], Tensor]]:
+def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[Tensor], Tensor]]:
     """Which heads (or samples) go round the ring at a time, alike on every rank -> functions from a tensor to its part.
 
     Where rows are dealt they count as keys do, for then they are held twice. Heads of queries that have their keys in common may be parted too: the keys then
@@ -308,14 +308,14 @@ def _parts(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], T
     if not dims or wanted < 2:
         return [lambda t: t]
     dim = max(dims, key=lambda d: q.shape[d])
-    return [partial(_share, dim, *piece) for piece in pieces(q.shape[dim], min(q.shape[dim], wanted))]
+    return [partial(_share, dim, *piece) for piece in balanced_split(q.shape[dim], min(q.shape[dim], wanted))]
 
 
 def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
     return t if t.ndim < -dim or t.shape[dim] == 1 else t.narrow(dim, start, length)
 
 
-def _worked_on(way: Way) -> int:
+def _worked_on(way: RingLayout) -> int:
     """How many rows this rank works on."""
     return sum(n for _, n in way.turns[0][way.ring.index(world().rank)])
 
@@ -333,7 +333,7 @@ def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor,
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout) -> Tensor:
         with _uncast(q):
             out, total = _forward(q, k, v, mask, way)
         ctx.way = way
@@ -355,7 +355,7 @@ def _uncast(q: Tensor) -> Any:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, way: Way, needed: Sequence[bool]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, way: RingLayout, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     grad = grad.clone() if torch_private.is_zero_tensor(grad) else grad
     slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
@@ -378,7 +378,7 @@ def _backward(
 
 
 def _some_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, slopes: Tensor | None, way: Way
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, total: Tensor, slopes: Tensor | None, way: RingLayout
 ) -> list[Tensor]:
     """The gradients of q, k and v; that of the mask is added to ``slopes``."""
     if len(way.merged) > 1:  # each of them has a share of the gradient of the same rows
@@ -420,7 +420,7 @@ def _none_yet() -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
-def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor | None, its: tuple[Any, ...], rows: Rows, keys: Rows, way: Way) -> None:
+def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor | None, its: tuple[Any, ...], rows: Rows, keys: Rows, way: RingLayout) -> None:
     """Add the gradients by a block of keys to those of (q, k, v) and the mask; ``its``: the arguments of `block_backward` for all rows and the block."""
     grad, q, k, v, mask, out, total = its
     for r, c, part, square in tasks(q, k, v, mask, rows, keys, way.causal):
@@ -436,7 +436,7 @@ def _attend_to_backward(gradients: tuple[Tensor, Tensor, Tensor], slopes: Tensor
 # ---------------------------------------------------------------------------------------------------------------- differentiated again
 
 
-def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Way, needed: Sequence[bool]) -> list[Tensor | None]:
+def _differentiably(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients by ordinary operations on all keys, so that they have gradients themselves (create_graph). The keys are gathered for it."""
     ranks, held = zip(*way.holders, strict=True)
     lengths = tuple(n for _, n in held)

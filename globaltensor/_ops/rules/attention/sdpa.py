@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ....boxing import box, log, plan
+from ....boxing import box, log, plan_boxing
 from ....cluster import current_cluster
 from ....errors import SbpError
 from ....sharding.sbp import Sbp
 from ....sharding.spec import Spec
-from ..helpers import register, unless_empty
-from ..notation import Arg, Dims, Factor, Op, Signature, Split, align
+from ..helpers import register, skip_when_empty
+from ..notation import Arg, Dims, Factor, LocalContext, OpDescription, Signature, align
 from ..registry import rule
-from ..strategy import Choice
-from .ring import Way, attend, paired
+from ..strategy import SignatureChoice
+from .ring import RingLayout, ring_attention, zigzag_chunks
 
 __all__ = ["attention"]
 
@@ -69,7 +69,7 @@ _L, _S = "l", "s"  # the sequence of queries and of keys
 
 
 def _describe(
-    op: Op, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> None:  # fmt: skip
     """Parallel over all but the keys; under a causal mask not over rows either, for a row's mask depends on its place."""
@@ -98,7 +98,7 @@ def _describe(
         op.linear = [frozenset([value.index])]
     if lead[-1:] == ("q",):
         op.local = lambda split: _with_own_heads(split, groups, F.scaled_dot_product_attention)
-    op.local = unless_empty(op, F.scaled_dot_product_attention)
+    op.local = skip_when_empty(op, F.scaled_dot_product_attention)
 
 
 def _common(query: Arg, key: Arg, groups: int) -> bool:
@@ -109,7 +109,7 @@ def _common(query: Arg, key: Arg, groups: int) -> bool:
     return bool(key.shape[-3] % ranks) and not whole_groups
 
 
-def _with_own_heads(split: Split, groups: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_own_heads(split: LocalContext, groups: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``function``, given of all heads of keys and values those of this rank's heads of queries."""
     if not split.is_split("q"):
         return function
@@ -124,7 +124,7 @@ def _with_own_heads(split: Split, groups: int, function: Callable[..., Tensor]) 
     return lambda query, key, value, *args, **kwargs: function(query, own(key), own(value), *args, **kwargs)
 
 
-def _mask(op: Op, mask: Arg, query: Arg, lead: Dims) -> None:
+def _mask(op: OpDescription, mask: Arg, query: Arg, lead: Dims) -> None:
     full = (*lead, _L, None)
     sizes = (*op.args[query.index].shape[:-1], 0)
     dims = []
@@ -138,7 +138,9 @@ def _mask(op: Op, mask: Arg, query: Arg, lead: Dims) -> None:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(op: Op, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, **how: Any) -> None:
+def _attention(
+    op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, **how: Any
+) -> None:
     sequence = [a for a in (key, value) if min(a.ndim, query.ndim) >= 2 and _axes(a.spec, a.ndim - 2)]
     if sequence or (is_causal and query.ndim >= 2 and _axes(query.spec, query.ndim - 2)):
         op.compose(_over_sequence)
@@ -173,7 +175,7 @@ def _by(method: str) -> Callable[..., Tensor]:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
     def describe(
-        op: Op, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+        op: OpDescription, query: Arg, key: Arg, value: Arg, attn_mask: Arg | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
         _describe(op, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -189,7 +191,7 @@ def _by(method: str) -> Callable[..., Tensor]:
 class _Call:
     """One attention over a split sequence, as planned: what may be done on each axis, what it costs, and what a rank then runs."""
 
-    op: Op
+    op: OpDescription
     method: str
     query: Arg
     key: Arg
@@ -288,7 +290,7 @@ class _Call:
             layout[axis] = Sbp("split", at, ins[i].layout[axis].unit * self.op.scale.get((~0, at), 1))
         return out.replace(layout=layout)
 
-    def traffic(self, choice: Choice) -> float:
+    def traffic(self, choice: SignatureChoice) -> float:
         """Seconds for which the local functions communicate: rounds of a ring, the merging of results, the way back from split heads."""
         placement, cluster, out = self.query.spec.placement, current_cluster(), choice.outs[0]
         ring, merged = self._kinds(choice.ins, choice.factors)
@@ -302,11 +304,11 @@ class _Call:
         if merged:
             seconds += cluster.seconds("all_reduce", out.local_numel() * out.dtype.itemsize, placement.fiber(placement.flat[0], merged))
         natural = self._natural(choice.ins, out, choice.factors)
-        return seconds if natural is out else seconds + plan(natural, out).seconds
+        return seconds if natural is out else seconds + plan_boxing(natural, out).seconds
 
     # what a rank runs
 
-    def local(self, split: Split) -> Callable[..., Any]:
+    def local(self, split: LocalContext) -> Callable[..., Any]:
         natural = self._natural(split.ins, split.outs[0], split.factors)
         within = dataclasses.replace(split, outs=(natural,))
         run = self._inner(within)
@@ -317,7 +319,7 @@ class _Call:
         out, why = split.outs[0], "scaled_dot_product_attention: its result"
         return lambda *args, **kwargs: box(run(*args, **kwargs), natural, out, why=why)
 
-    def _inner(self, split: Split) -> Callable[..., Any]:
+    def _inner(self, split: LocalContext) -> Callable[..., Any]:
         ring, merged = self._kinds(split.ins, split.factors)
         rows = self._stretch(split.ins, self.query, split.rank)
         if not ring and not merged:
@@ -340,11 +342,11 @@ class _Call:
                 attn_mask = attn_mask if attn_mask.ndim > 1 else attn_mask.unsqueeze(0)
             groups = query.shape[-3] // key.shape[-3] if min(query.ndim, key.ndim) > 2 and key.shape[-3] > 1 else 1
             if groups <= 1:  # as many heads of keys, or one that they have in common
-                return attend(query, key, value, attn_mask, way)
+                return ring_attention(query, key, value, attn_mask, way)
             query, key, value = query.unflatten(-3, (key.shape[-3], groups)), key.unsqueeze(-3), value.unsqueeze(-3)
             if attn_mask is not None and attn_mask.ndim > 2:
                 attn_mask = attn_mask.unsqueeze(-3) if attn_mask.shape[-3] == 1 else attn_mask.unflatten(-3, (key.shape[-4], groups))
-            return attend(query, key, value, attn_mask, way).flatten(-4, -3)
+            return ring_attention(query, key, value, attn_mask, way).flatten(-4, -3)
 
         return run
 
@@ -357,7 +359,7 @@ class _Call:
         offsets, lengths = ins[arg.index].box(rank)
         return offsets[arg.ndim - 2], lengths[arg.ndim - 2]
 
-    def _way(self, split: Split, ring: tuple[int, ...], merged: tuple[int, ...]) -> Way:
+    def _way(self, split: LocalContext, ring: tuple[int, ...], merged: tuple[int, ...]) -> RingLayout:
         placement, rank, ins = self.query.spec.placement, split.rank, split.ins
         members = placement.fiber(rank, ring) if ring else (rank,)
         rows = tuple(self._stretch(ins, self.query, r) for r in members)
@@ -367,11 +369,11 @@ class _Call:
         scale = 1 / math.sqrt(max(1, self.query.shape[-1])) if self.scale is None else self.scale
         n, p = self.query.shape[-2], len(members)
         whole = sum(length for _, length in rows) == n == sum(length for _, length in keys)
-        dealt = (paired(n, p), paired(n, p)) if whole and self._deals(p) else None
-        return Way(members, placement.fiber(rank, merged) if merged else (rank,), rows, keys, tuple(holders), self.causal, scale, dealt)
+        dealt = (zigzag_chunks(n, p), zigzag_chunks(n, p)) if whole and self._deals(p) else None
+        return RingLayout(members, placement.fiber(rank, merged) if merged else (rank,), rows, keys, tuple(holders), self.causal, scale, dealt)
 
 
-def _plain(op: Op, split: Split, rows: tuple[int, int] | None = None) -> Callable[..., Any]:
+def _plain(op: OpDescription, split: LocalContext, rows: tuple[int, int] | None = None) -> Callable[..., Any]:
     """torch's own, on the keys there are; of ``rows`` that are not the first under a causal mask, with that mask written out."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **how: Any) -> Tensor:
@@ -381,7 +383,7 @@ def _plain(op: Op, split: Split, rows: tuple[int, int] | None = None) -> Callabl
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
     op = dataclasses.replace(op, local=lambda split: run)
-    return unless_empty(op)(split)
+    return skip_when_empty(op)(split)
 
 
 _BY: Final = {method: _by(method) for method in METHODS}

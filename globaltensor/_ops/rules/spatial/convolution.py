@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....boxing.halo_exchange import fetch
-from ..helpers import register, stand_in, unless_empty, zeros_of
+from ....boxing.halo_exchange import fetch_halo
+from ..helpers import connected_zeros, dummy_like, register, skip_when_empty
 from ..matmul import product
-from ..notation import Arg, Dims, Op, Split
+from ..notation import Arg, Dims, LocalContext, OpDescription
 from .halo import Window, laid_out, padded, pair_up, reach_of, settle_windows, split_room
 
 __all__: list[str] = []
@@ -48,7 +48,7 @@ def _conv(space: int, transposed: bool) -> None:
 
     read = bind_transposed if transposed else bind
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
         x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
         if bias is not None and weight.ndim == space + 2:
@@ -73,7 +73,7 @@ def _conv(space: int, transposed: bool) -> None:
     register(function, describe)
 
 
-def _room(op: Op, x: Arg, first: int) -> Dims:
+def _room(op: OpDescription, x: Arg, first: int) -> Dims:
     """Names of the dims of space, from ``first`` on: one that is split may stay so, at the price of a halo."""
     room: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
     op.exchanges = {f for f in room if f is not None}
@@ -89,7 +89,7 @@ def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
     return Window(x.shape[d], kernel, stride, 0 if padding == "valid" else pair_up(padding, space)[k], dilation)
 
 
-def _grouped(op: Op, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool) -> None:
+def _grouped(op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool) -> None:
     """Whole groups of channels may be split; the dims of one group may not."""
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     op.set(x, (*lead, "g", *room))
@@ -104,10 +104,10 @@ def _grouped(op: Op, call: dict[str, Any], lead: Dims, room: Dims, transposed: b
         op.linear = [g | {bias.index} for g in op.linear]
 
 
-def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -> Callable[[Split], Callable[..., Any]]:
+def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -> Callable[[LocalContext], Callable[..., Any]]:
     """What a rank runs: torch's own with the groups it has, with a halo where space is split, and nothing where it has no element."""
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         over, first, shape = split_room(split), min(form.windows), split.ins[0].local_shape(split.rank)
         lacking = 0 in shape[:first] or any(0 in spec.local_shape(split.rank) for spec in split.ins[1:])
         groups = {} if form.channels is None or lacking else {"groups": shape[first - 1] // form.channels}
@@ -123,20 +123,22 @@ def _local_conv(form: _Form, over_space: Callable[..., Callable[..., Tensor]]) -
     return local
 
 
-def _nothing(form: _Form, split: Split) -> Callable[..., Tensor]:
+def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
     """Of no elements: zeros that stay in the graph, and the bias."""
     shape = split.out_shape()
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         call = form.read(*args, **kwargs)
         bias, one = call["bias"], (1,) * call["weight"].ndim
-        out = zeros_of(shape, form.function(stand_in(call["input"], *one), stand_in(call["weight"], *one), None if bias is None else stand_in(bias, 1)))
+        out = connected_zeros(
+            shape, form.function(dummy_like(call["input"], *one), dummy_like(call["weight"], *one), None if bias is None else dummy_like(bias, 1))
+        )
         return _added(out, bias, call["weight"].ndim - 2)  # of no input channels, the bias remains
 
     return run
 
 
-def _slid(form: _Form, split: Split, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _slid(form: _Form, split: LocalContext, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     """A convolution: the kernel slides over the part and its halo."""
     ours = {d: w for d, w in form.windows.items() if d in over or form.lopsided}
     geometry = settle_windows(split, ours, over)
@@ -150,7 +152,7 @@ def _slid(form: _Form, split: Split, over: list[int], groups: dict[str, int], no
     return run
 
 
-def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _spread(form: _Form, split: LocalContext, over: list[int], groups: dict[str, int], nothing: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     """A transposed convolution: each element spreads over the kernel; fetch those that reach the results here, and cut off what lies beyond."""
     reaches, sides = {}, {}
     offsets, lengths = split.outs[0].box(split.rank)
@@ -167,7 +169,7 @@ def _spread(form: _Form, split: Split, over: list[int], groups: dict[str, int], 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         call = {**form.read(*args, **kwargs), **groups}
         for d, reach in reaches.items():
-            call["input"] = fetch(call["input"], d, reach)
+            call["input"] = fetch_halo(call["input"], d, reach)
         if nothing is not None:
             return nothing(**call)
         bias, more = call["bias"], pair_up(call["output_padding"], len(padding))
@@ -200,7 +202,7 @@ for _space in (1, 2, 3):
 # ---------------------------------------------------------------------------------------------------------------- unpooling, sampling
 
 
-def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:
+def _unpool(op: OpDescription, input: Arg, indices: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None) -> None:
     space = len(kernel_size) if isinstance(kernel_size, (tuple, list)) else input.ndim - 2
     dims = (*range(input.ndim - space), *[None] * space)
     op.set(input, dims)
@@ -209,34 +211,34 @@ def _unpool(op: Op, input: Arg, indices: Arg, kernel_size: Any, stride: Any = No
     # The size may be given with batch and channels, of which a part has others.
     room = None if output_size is None else list(output_size)[-space:]
     op.local = lambda split: lambda input, indices, *args, **kwargs: op.function(input, indices, kernel_size, stride, padding, room)
-    op.local = unless_empty(op)
+    op.local = skip_when_empty(op)
 
 
 for _f in (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d):
     register(_f, _unpool)
 
 
-def _grid_sample(op: Op, input: Arg, grid: Arg, *args: Any, **kwargs: Any) -> None:
+def _grid_sample(op: OpDescription, input: Arg, grid: Arg, *args: Any, **kwargs: Any) -> None:
     points = tuple(range(grid.ndim - 2))
     op.set(input, ("n", "c", *[None] * (input.ndim - 2)))
     op.set(grid, ("n", *points, None))
     op.out = [("n", "c", *points)]
-    op.local = unless_empty(op, F.grid_sample)
+    op.local = skip_when_empty(op, F.grid_sample)
 
 
 register(F.grid_sample, _grid_sample)
 
 
-def _affine_grid(op: Op, theta: Arg, size: Any, align_corners: bool | None = None) -> None:
+def _affine_grid(op: OpDescription, theta: Arg, size: Any, align_corners: bool | None = None) -> None:
     op.set(theta, ("n", None, None))
     op.out = [("n", *[None] * (len(size) - 1))]
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         here = [split.box("n")[1], *size[1:]]
         return lambda theta, size, align_corners=None: F.affine_grid(theta, here, align_corners)
 
     op.local = local
-    op.local = unless_empty(op)
+    op.local = skip_when_empty(op)
 
 
 register(F.affine_grid, _affine_grid)
@@ -246,22 +248,22 @@ def _area(kernel: Any) -> int:
     return int(kernel) ** 2 if isinstance(kernel, int) else int(kernel[0]) * int(kernel[-1])
 
 
-def _unfold(op: Op, input: Arg, kernel_size: Any, *args: Any, **kwargs: Any) -> None:
+def _unfold(op: OpDescription, input: Arg, kernel_size: Any, *args: Any, **kwargs: Any) -> None:
     lead: Dims = ("n",) if input.ndim == 4 else ()
     op.set(input, (*lead, "c", None, None))
     op.out = [(*lead, "c", None)]
     op.scale[~0, len(lead)] = _area(kernel_size)
     op.linear = [frozenset([0])]
-    op.local = unless_empty(op, F.unfold)
+    op.local = skip_when_empty(op, F.unfold)
 
 
-def _fold(op: Op, input: Arg, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> None:
+def _fold(op: OpDescription, input: Arg, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> None:
     lead: Dims = ("n",) if input.ndim == 3 else ()
     op.set(input, (*lead, "c", None))
     op.out = [(*lead, "c", None, None)]
     op.scale[input.index, len(lead)] = _area(kernel_size)
     op.linear = [frozenset([0])]
-    op.local = unless_empty(op, F.fold)
+    op.local = skip_when_empty(op, F.fold)
 
 
 register(F.unfold, _unfold)

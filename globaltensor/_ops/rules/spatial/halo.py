@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....boxing.halo_exchange import Interval, Reach, fetch
+from ....boxing.halo_exchange import HaloPlan, Interval, fetch_halo
 from ....distributed.world import world
 from ....sharding.spec import Spec
-from ..notation import Split
+from ..notation import LocalContext
 
 __all__ = [
     "Geometry", "Window", "clipped", "fibers", "interval", "is_spread", "laid_out", "moved", "padded",
@@ -30,22 +30,22 @@ def fibers(spec: Spec, rank: int, dim: int) -> tuple[int, ...]:
     return spec.placement.fiber(rank, spec.axes_of(dim))
 
 
-def split_room(split: Split) -> list[int]:
+def split_room(split: LocalContext) -> list[int]:
     """The dims of operand 0 along which its rule exchanges here: split, and over more than one rank."""
     return [d for d, f in enumerate(split.op.dims[0]) if f in split.op.exchanges and is_spread(split, d)]
 
 
-def is_spread(split: Split, dim: int) -> bool:
+def is_spread(split: LocalContext, dim: int) -> bool:
     """Whether several ranks hold ``dim`` of operand 0."""
     return len(fibers(split.ins[0], split.rank, dim)) > 1
 
 
-def reach_of(split: Split, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]) -> Reach:
+def reach_of(split: LocalContext, dim: int, out_dim: int, wanted: Callable[[int, int], Sequence[Interval]]) -> HaloPlan:
     """What each rank of ``dim`` of operand 0 fetches: ``wanted(a, b)`` for the elements a to b of result 0 along ``out_dim`` that it makes."""
     src, dst = split.ins[0], split.outs[0]
     ranks = fibers(src, split.rank, dim)
     parts = [interval(dst, r, out_dim) for r in ranks]
-    return Reach(ranks, split.rank, [interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
+    return HaloPlan(ranks, split.rank, [interval(src, r, dim) for r in ranks], [wanted(a, b) if a < b else () for a, b in parts])
 
 
 def interval(spec: Spec, rank: int, dim: int) -> Interval:
@@ -89,7 +89,7 @@ class Geometry:
     """What one rank does along one dim: fetch by ``reach`` (None: it has the dim whole), then pad, so that it stands on ``start`` to ``stop``."""
 
     dim: int
-    reach: Reach | None
+    reach: HaloPlan | None
     start: int
     stop: int
     left: int
@@ -97,7 +97,7 @@ class Geometry:
     mine: Interval  # which windows are its own
 
 
-def settle_windows(split: Split, windows: dict[int, Window], split_dims: Sequence[int]) -> list[Geometry]:
+def settle_windows(split: LocalContext, windows: dict[int, Window], split_dims: Sequence[int]) -> list[Geometry]:
     """How this rank lays out each dim of operand 0 under its windows. Dims of the result stand where those of the operand do."""
     found = []
     for d, w in windows.items():
@@ -117,7 +117,7 @@ def laid_out(x: Tensor, geometry: Sequence[Geometry], value: float = 0.0) -> Ten
     """A local part with what its windows reach over: fetched from neighbours, and padding at the ends."""
     for g in geometry:
         if g.reach is not None:
-            x = fetch(x, g.dim, g.reach)
+            x = fetch_halo(x, g.dim, g.reach)
     return padded(x, {g.dim: (g.left, g.right) for g in geometry}, value)
 
 
@@ -139,7 +139,7 @@ def pair_up(value: int | Sequence[int], space: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------- elements that change places
 
 
-def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0) -> Callable[[Tensor], Tensor]:
+def moved(split: LocalContext, dim: int, positions: Callable[[int, int], np.ndarray], value: float = 0.0) -> Callable[[Tensor], Tensor]:
     """The function that gives a rank its part of a result whose element i along ``dim`` is the operand's at position ``positions``.
 
     ``positions(a, b)``: for the elements a to b of the result; -1 where it is ``value``, which may stand at the ends only.
@@ -157,7 +157,7 @@ def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], v
     index = torch.from_numpy(order).to(world().device(split.outs[0].placement.type))
 
     def run(x: Tensor) -> Tensor:
-        x = fetch(x, dim, reach)
+        x = fetch_halo(x, dim, reach)
         if not straight:
             x = x.flip(dim) if back else x.index_select(dim, index)
         return padded(x, {dim: (left, right)}, value)
@@ -165,7 +165,7 @@ def moved(split: Split, dim: int, positions: Callable[[int, int], np.ndarray], v
     return run
 
 
-def weighed(split: Split, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> Callable[[Tensor], Tensor]:
+def weighed(split: LocalContext, dim: int, taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> Callable[[Tensor], Tensor]:
     """The function that gives a rank its part of a result whose elements along ``dim`` are weighted sums of a few of the operand's.
 
     ``taps(a, b)``: for the elements a to b of the result, positions and weights, both [taps, b - a].
@@ -178,7 +178,7 @@ def weighed(split: Split, dim: int, taps: Callable[[int, int], tuple[np.ndarray,
 
     def run(x: Tensor) -> Tensor:
         dtype = x.dtype
-        x = fetch(x, dim, reach)
+        x = fetch_halo(x, dim, reach)
         x = x.float() if dtype.itemsize < 4 else x
         out = torch.zeros((), dtype=x.dtype, device=x.device)
         for at, share in zip(places, shares.to(x.dtype), strict=True):

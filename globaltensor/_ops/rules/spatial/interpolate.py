@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..helpers import register, unless_empty, zeros_connected
-from ..notation import Arg, Op, Split
+from ..helpers import register, skip_when_empty, zeros_connected
+from ..notation import Arg, LocalContext, OpDescription
 from .halo import moved, split_room, weighed
 
 __all__: list[str] = []
@@ -23,7 +23,7 @@ _CUBIC = -0.75  # the free coefficient of the cubic kernel, torch's choice (Keys
 
 
 def _interpolate(
-    op: Op,
+    op: OpDescription,
     input: Arg,
     size: Any = None,
     scale_factor: Any = None,
@@ -41,12 +41,12 @@ def _interpolate(
         op.exchanges = split_dims
     op.set(input, ("n", "c", *[d if d in op.exchanges else None for d in space]))
     op.out = [op.dims[input.index]]
-    op.local = unless_empty(op, F.interpolate)
+    op.local = skip_when_empty(op, F.interpolate)
     whole = op.local
     factors = [None] * len(space) if scale_factor is None or recompute_scale_factor else _each(scale_factor, len(space))
     align = bool(align_corners)
 
-    def local(split: Split) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any]:
         over = split_room(split)
         if not over:
             return whole(split)
@@ -81,7 +81,7 @@ def _sizes(shape: Sequence[int], size: Any, scale_factor: Any) -> list[int]:
     return [math.floor(float(n * s)) for n, s in zip(shape, _each(scale_factor, len(shape)), strict=True)]
 
 
-def _step(split: Split, d: int, mode: str, align: bool, factor: float | None) -> Callable[[Tensor], Tensor]:
+def _step(split: LocalContext, d: int, mode: str, align: bool, factor: float | None) -> Callable[[Tensor], Tensor]:
     n, m = split.ins[0].shape[d], split.outs[0].shape[d]
     if mode in _NEAREST:
         return moved(split, d, lambda a, b: _nearest(n, m, mode, factor)[a:b])

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....errors import FormError
-from ..helpers import register, unless_empty, zeros_connected
-from ..notation import Arg, Op, Split
+from ..helpers import register, skip_when_empty, zeros_connected
+from ..notation import Arg, LocalContext, OpDescription
 from ..registry import RULES
 from .halo import Geometry, Window, laid_out, pair_up, settle_windows, split_room
 
@@ -42,7 +42,7 @@ _read_adaptive = _reader("input output_size", return_indices=False)
 _read_power = _reader("input norm_type kernel_size", stride=None, ceil_mode=False)
 
 
-def _parallel(op: Op, space: int) -> int:
+def _parallel(op: OpDescription, space: int) -> int:
     """Every operand: leading dims parallel, the last ``space`` whole (further operands may be shorter: their leading dims count) -> how many lead."""
     lead = op.args[0].ndim - space
     if lead < 0:
@@ -53,7 +53,7 @@ def _parallel(op: Op, space: int) -> int:
     return lead
 
 
-def _keep_split(op: Op, x: Arg, dims: Sequence[int]) -> None:
+def _keep_split(op: OpDescription, x: Arg, dims: Sequence[int]) -> None:
     """Dims of space that are split may stay so."""
     op.exchanges = {d for d in dims if x.is_split(d)}
     op.set(x, tuple(d if d in op.exchanges else f for d, f in enumerate(op.dims[x.index])))
@@ -71,16 +71,16 @@ def _windows(call: dict[str, Any], shape: Sequence[int], lead: int) -> dict[int,
 def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], pool: _Pool, lowest: bool = False) -> None:
     """A pool whose windows lie at even distances. ``lowest``: what pads is never the largest element, instead of 0."""
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
         whole = op.local
         x = op.args[0]
         _keep_split(op, x, range(lead, x.ndim))
         windows = _windows(read(*args, **kwargs), x.shape, lead) if op.exchanges else {}
         pad = 0.0 if not lowest else float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
-        def local(split: Split) -> Callable[..., Any]:
+        def local(split: LocalContext) -> Callable[..., Any]:
             over = split_room(split)
             if not over:
                 return whole(split)
@@ -98,7 +98,7 @@ def _windowed(function: Any, space: int, read: Callable[..., dict[str, Any]], po
     register(function, describe)
 
 
-def _nothing(split: Split, x: Tensor) -> Any:
+def _nothing(split: LocalContext, x: Tensor) -> Any:
     made = [zeros_connected(split.out_shape(i), spec.dtype, [x]) for i, spec in enumerate(split.outs)]
     return made[0] if len(made) == 1 else tuple(made)
 
@@ -171,12 +171,12 @@ def _power(function: Any, space: int) -> None:
         mean = average(call["input"].pow(p), kernel, call["stride"], 0, call["ceil_mode"])
         return (mean.sign() * mean.abs().relu() * math.prod(kernel)).pow(1.0 / p)  # type: ignore[no-any-return]
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         x = op.args[0]
         if any(map(x.is_split, range(lead, x.ndim))):
             op.compose(run)
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
 
     register(function, describe)
 
@@ -184,9 +184,9 @@ def _power(function: Any, space: int) -> None:
 def _adaptive(function: Any, space: int) -> None:
     """Where the windows divide a split dim evenly, a part of them is a pool of the same kind; else the dim is made whole."""
 
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
         whole, x, call = op.local, op.args[0], _read_adaptive(*args, **kwargs)
         asked = call["output_size"] if isinstance(call["output_size"], (tuple, list)) else [call["output_size"]]
         wanted = dict(zip(range(lead, x.ndim), asked * space if len(asked) == 1 else asked, strict=True))
@@ -195,7 +195,7 @@ def _adaptive(function: Any, space: int) -> None:
         _keep_split(op, x, even)
         windows = {d: Window(x.shape[d], x.shape[d] // sizes[d], x.shape[d] // sizes[d], 0) for d in even}
 
-        def local(split: Split) -> Callable[..., Any]:
+        def local(split: LocalContext) -> Callable[..., Any]:
             over = split_room(split)
             if not over:
                 return whole(split)
@@ -221,13 +221,13 @@ def _adaptive(function: Any, space: int) -> None:
 
 
 def _fractional(function: Any, space: int) -> None:
-    def describe(op: Op, *args: Any, **kwargs: Any) -> None:
+    def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         lead = _parallel(op, space)
         op.random = len(op.args) == 1
         for samples in op.args[1:]:  # of each channel of each element of the batch; there may be more than the batch has, and of no batch the first counts
             op.set(samples, (0 if lead > 1 and samples.shape[0] == op.args[0].shape[0] else None, lead - 1, None))
             op.whole = {d for d in range(lead) if d not in op.dims[samples.index]}
-        op.local = unless_empty(op, function)
+        op.local = skip_when_empty(op, function)
 
     register(function, describe)
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....boxing.halo_exchange import fetch
-from ..helpers import stand_in, zeros_of
-from ..notation import Arg, Op, Split
+from ....boxing.halo_exchange import fetch_halo
+from ..helpers import connected_zeros, dummy_like
+from ..notation import Arg, LocalContext, OpDescription
 from ..registry import rule
 from ..view import passes
 from .halo import Window, interval, is_spread, moved, reach_of, split_room
@@ -24,13 +24,13 @@ __all__: list[str] = []
 _Positions = Callable[[int, int], np.ndarray]
 
 
-def _moves(op: Op, x: Arg, places: dict[int, _Positions], rest: Callable[[Tensor, list[int]], Tensor], value: float = 0.0) -> None:
+def _moves(op: OpDescription, x: Arg, places: dict[int, _Positions], rest: Callable[[Tensor, list[int]], Tensor], value: float = 0.0) -> None:
     """Elements change places along the dims of ``places``. ``rest(part, dims)`` moves them along those of the dims that this rank has whole."""
     op.exchanges = {d for d in places if x.is_split(d)}
     op.set(x, [None if d in places and d not in op.exchanges else d for d in range(x.ndim)])
     op.out = [op.dims[x.index]]
 
-    def local(split: Split) -> Callable[..., Tensor]:
+    def local(split: LocalContext) -> Callable[..., Tensor]:
         over = split_room(split)
         steps = [moved(split, d, places[d], value) for d in over]
         whole = [d for d in places if d not in over]
@@ -51,7 +51,7 @@ def _as_tuple(dims: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
     return tuple(dims) if isinstance(dims, (tuple, list)) else (dims, *more)
 
 
-def _flip(op: Op, input: Arg, dims: Any, *more: int) -> None:
+def _flip(op: OpDescription, input: Arg, dims: Any, *more: int) -> None:
     def backwards(n: int) -> _Positions:
         return lambda a, b: np.arange(n - 1 - a, n - 1 - b, -1)
 
@@ -65,7 +65,7 @@ rule("flipud")(lambda op, input: _flip(op, input, (0,)))
 
 
 @rule("rot90")
-def _rot90(op: Op, input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> None:
+def _rot90(op: OpDescription, input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> None:
     turned = [input.dim(d) for d in dims]
     op.set(input, [None if d in turned and k % 4 else d for d in range(input.ndim)])
     op.out = [op.dims[0]]
@@ -81,7 +81,7 @@ def _turned(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 
 @rule("roll")
-def _roll(op: Op, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
+def _roll(op: OpDescription, input: Arg, shifts: Any = None, dims: Any = None, *more: int) -> None:
     passes(op)
     if dims in (None, (), []) and input.ndim != 1:
         op.out = [op.dims[0]]  # along the elements in one row
@@ -116,7 +116,7 @@ def _padded(n: int, left: int, mode: str) -> _Positions:
 
 
 @rule([F.pad, torch.constant_pad_nd])
-def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
+def _pad(op: OpDescription, input: Arg, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> None:
     if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
         mode, value = "constant", mode
     sides = {input.ndim - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2) if any(pad[2 * k : 2 * k + 2])}
@@ -126,7 +126,7 @@ def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: 
         if not whole or part.numel():
             return F.pad(part, here, mode, value) if whole else part
         # The other modes refuse empty parts, which have nothing to reflect.
-        return zeros_of(F.pad(part, here).shape, F.pad(stand_in(part, *[n or 1 for n in part.shape]), here, mode, value))
+        return connected_zeros(F.pad(part, here).shape, F.pad(dummy_like(part, *[n or 1 for n in part.shape]), here, mode, value))
 
     _moves(op, input, {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()}, rest, value or 0.0)
     if mode != "constant" or not value:
@@ -134,7 +134,7 @@ def _pad(op: Op, input: Arg, pad: Sequence[int], mode: Any = "constant", value: 
 
 
 @rule(["repeat", "tile"])
-def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _repeat(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     given = args or next(iter(kwargs.values()))
     given = given[0] if isinstance(given[0], (tuple, list)) else given
     times = (1,) * (input.ndim - len(given)) + tuple(given)
@@ -157,18 +157,18 @@ def _repeat(op: Op, input: Arg, *args: Any, **kwargs: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------- neighbours
 
 
-def _beside(op: Op, x: Arg, d: int, windows: Window, function: Callable[[Tensor], Tensor], nothing: Callable[[Tensor], Tensor]) -> None:
+def _beside(op: OpDescription, x: Arg, d: int, windows: Window, function: Callable[[Tensor], Tensor], nothing: Callable[[Tensor], Tensor]) -> None:
     """Each element of the result along ``d`` is of a window of the operand's. ``nothing(part)``: the result where a rank has none of it, made of its part."""
     op.exchanges = {d}
 
-    def local(split: Split) -> Callable[..., Tensor] | None:
+    def local(split: LocalContext) -> Callable[..., Tensor] | None:
         if not is_spread(split, d):
             return None
         reach = reach_of(split, d, d, lambda a, b: [windows.span(a, b)])
         a, b = interval(split.outs[0], split.rank, d)
 
         def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            part = fetch(input, d, reach)
+            part = fetch_halo(input, d, reach)
             return function(part) if a < b else nothing(part)
 
         return run
@@ -177,7 +177,7 @@ def _beside(op: Op, x: Arg, d: int, windows: Window, function: Callable[[Tensor]
 
 
 @rule("diff")
-def _diff(op: Op, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> None:
+def _diff(op: OpDescription, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> None:
     d = input.dim(dim)
     alone = prepend is None and append is None and input.is_split(d) and 0 < n < input.shape[d]
     op.set(input, [None if k == d and not alone else k for k in range(input.ndim)])
@@ -190,7 +190,7 @@ def _diff(op: Op, input: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = N
 
 
 @rule([torch.Tensor.unfold])
-def _unfold(op: Op, input: Arg, dimension: int, size: int, step: int) -> None:
+def _unfold(op: OpDescription, input: Arg, dimension: int, size: int, step: int) -> None:
     d = input.dim(dimension)
     near = input.is_split(d) and 0 < size <= input.shape[d] and step > 0
     op.set(input, [None if k == d and not near else k for k in range(input.ndim)])

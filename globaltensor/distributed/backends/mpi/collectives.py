@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....errors import WorldError
-from ....sharding.spec import pieces
+from ....sharding.spec import balanced_split
 from .progress import Steps
 from .reduction import Reduction
 from .requests import Round, Team, receive
@@ -282,7 +282,7 @@ def _receive(here: Round, t: Tensor, other: int) -> None:
 
 def _chunks(t: Tensor, n: int) -> list[Tensor]:
     """Nearly equal shares of the elements, one for each rank."""
-    return list(t.view(-1).split_with_sizes([length for _, length in pieces(t.numel(), n)]))
+    return list(t.view(-1).split_with_sizes([length for _, length in balanced_split(t.numel(), n)]))
 
 
 def _others(team: Team) -> Sequence[int]:
