@@ -36,7 +36,7 @@ from .boxing import boxing_log, explain_boxing, no_boxing
 from ._tensor.checkpoint import load, save
 from .cluster import Cluster, current_cluster, use_cluster
 from ._tensor.convert import to_global, to_local
-from ._ops.dispatch import rule
+from ._ops.fallback import rule
 from .distributed import env
 from .distributed.run.spawn import run, spawn
 from ._ops.local_map import local_map

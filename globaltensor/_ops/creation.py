@@ -18,6 +18,7 @@ from .._base.overridable import visible
 from .._base.pytree import replaced, tensors_in
 from .._tensor.convert import check_placement, device_type, to_global
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.history import record
 from .._tensor.promote import check_replicated
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
@@ -197,7 +198,7 @@ def _create(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placement:
     grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     local = MAKE[name](spec, args, kwargs)
     out = _wrapped(local.pin_memory() if pinned else local, spec, grad)
-    dispatch.record(f"{name} {_spelled((args, kwargs))}", out)
+    record(f"{name} {_spelled((args, kwargs))}", out)
     return out
 
 
@@ -311,7 +312,7 @@ def _like(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], p
         return _wrapped(draws.zero_unless_owner(getattr(torch, name)(x._local, *args, **kwargs), spec), spec, grad)
     given = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")}
     out = _wrapped(MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, given), spec, grad)
-    dispatch.record(f"{name} {_spelled((args, given))}", out)
+    record(f"{name} {_spelled((args, given))}", out)
     return out
 
 
@@ -406,7 +407,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
     unpartial_norm_target(func.__name__, x)
     x._local.fill_(value if draws.owns_value(x._spec) else 0)
-    dispatch.record(f"{func.__name__} {value!r}", x)
+    record(f"{func.__name__} {value!r}", x)
     return finish_inplace(x)
 
 

@@ -20,7 +20,8 @@ from ..sharding.sbp import Sbp, broadcast, partial_max, partial_min, partial_nor
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import kind_of
 from .call_plan import box_partial_target, name_of
-from .dispatch import HANDLERS, copy_back, global_copy
+from .dispatch import HANDLERS
+from .fallback import copy_back, global_copy
 from .shape_inference import infer_outputs
 
 __all__ = ["foreach", "foreach_norm"]

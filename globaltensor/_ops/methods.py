@@ -34,7 +34,8 @@ from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import arrived, described, kind_of, refuse
 from .backward import tensor_backward
 from .call_plan import unpartial_norm_target
-from .dispatch import HANDLERS, write_into_plain
+from .dispatch import HANDLERS
+from .fallback import write_into_plain
 
 __all__ = ["GlobalTensor", "gather_global_value", "install"]
 

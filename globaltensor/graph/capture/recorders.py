@@ -20,7 +20,8 @@ from ..._base.pytree import replaced, tensors_in
 from ..._ops import autograd_function
 from ..._ops import random as draws
 from ..._ops.call_plan import name_of
-from ..._ops.dispatch import dispatch, lies_at, writes
+from ..._ops.dispatch import dispatch
+from ..._ops.plan_call import lies_at, writes
 from ..._ops.rules import DATA_FREE_VARIANTS
 from ..._ops.rules.deferred_mean import materialize
 from ..._tensor.global_tensor import GlobalTensor
