@@ -40,7 +40,7 @@ from .call_plan import (
 )
 from .custom_ops import Writing, keep_written_whole, needs_fake, written_operands
 from .fallback import call_with_out, check_out, plan_on_whole, plan_without_rule, warn_without_rule, write_into_plain
-from .rules import RULES, Arg, LocalContext, OpDescription, Range, Rule, SignatureChoice, rule_of, strategy
+from .rules import RULES, Arg, LocalContext, OpDescription, Range, Rule, SignatureChoice, rule_of, select_signature
 from .rules.deferred_mean import materialize
 from .shape_inference import check_dtypes, infer_outputs, operands_among
 
@@ -216,12 +216,12 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
         op.out = [(None,) * o.ndim for o in outs]
     if rule.inplace and outs[0].shape != specs[0].shape:
         return ReplicatedPlan(name_of(func), specs, True)  # which says why it cannot be
-    choice = strategy(op, outs, keep=0 if rule.inplace else None)
+    choice = select_signature(op, outs, keep=0 if rule.inplace else None)
     kind: type[LocalPlan] = LocalPlan if written is None else Writing
     if choice is None:
         if not any(e.is_partial for e in specs[0].layout):
             return ReplicatedPlan(name_of(func), specs, True)  # compute on whole tensors and bring the target's part back
-        choice, kind = strategy(op, outs, alike=True), MoveTargetPlan
+        choice, kind = select_signature(op, outs, alike=True), MoveTargetPlan
         if choice is None:
             return ReplicatedPlan(name_of(func), specs, True)
     if stored is not None:

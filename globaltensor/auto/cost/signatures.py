@@ -16,7 +16,7 @@ import torch
 from ..._base import torch_private
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
-from ..._ops.rules import Arg, Derived, OpDescription, rule_of, strategy
+from ..._ops.rules import Arg, Derived, OpDescription, rule_of, select_signature
 from ..._ops.rules.deferred_mean import materialize
 from ..._ops.rules.partial_extrema import AHEAD
 from ..._ops.shape_inference import memoized
@@ -152,7 +152,7 @@ def _probe_rule(
         if not known or taken.composite is not None or taken.whole_call:
             continue  # asked for by a hint of its own
         taken.out = taken.out or op.out
-        got = strategy(taken, results, keep=0 if rule.inplace else None)
+        got = select_signature(taken, results, keep=0 if rule.inplace else None)
         if got is None or any(a is not b for a, b in zip(got.ins, ins, strict=True)):
             continue  # the op would move it
         own = taken.traffic(got) if taken.traffic is not None else 0.0
