@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from globaltensor.errors import ScheduleError
 from globaltensor.graph.pipeline import (
+    check,
     default_schedule,
     in_flight,
     max_activations,
@@ -28,7 +29,6 @@ from globaltensor.graph.pipeline import (
     simulate,
     timeline,
     trace,
-    validate_schedule,
 )
 from globaltensor.graph.pipeline.schedule import FAMILIES, Action, Schedule, Span
 from globaltensor.graph.pipeline.validate_schedule import stages_in_flight
@@ -120,7 +120,7 @@ def test_any_lanes_and_any_number_of_micro_batches(lanes: tuple[int, ...], micro
     s = schedule(name, lanes, micros, **options)
     assert whole(s)
     longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
-    validate_schedule(s, most=max_activations(name, lanes, micros, **options))
+    check(s, most=max_activations(name, lanes, micros, **options))
 
 
 @given(st.sampled_from(("interleaved", "zb-h1", "zb-h2", "zb-v")), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
@@ -129,7 +129,7 @@ def test_every_family_keeps_its_promise(name: str, p: int, turns: int, micros: i
     s = schedule(name, lanes, micros)
     assert whole(s)
     longest(s, dict.fromkeys([(k, n) for k in "FBIW" for n in range(s.stages)], 1.0), {}, chain(s.stages))
-    validate_schedule(s, most=max_activations(name, lanes, micros))
+    check(s, most=max_activations(name, lanes, micros))
 
 
 @given(st.permutations(range(4)), st.integers(1, 9))
@@ -289,7 +289,7 @@ def by_hand(*rows: str, lanes: tuple[int, ...] | None = None, micros: int = 2) -
 
 def refused(s: Schedule, **options: Any) -> str:
     with pytest.raises(ScheduleError) as caught:
-        validate_schedule(s, **options)
+        check(s, **options)
     return str(caught.value)
 
 
@@ -325,7 +325,7 @@ def test_many_errors_are_counted() -> None:
 
 
 def test_too_many_activations() -> None:
-    validate_schedule(schedule("gpipe", (0, 1), 4), most=(4, 4))
+    check(schedule("gpipe", (0, 1), 4), most=(4, 4))
     assert refused(schedule("gpipe", (0, 1), 4), most=(4, 3)) == "schedule gpipe holds too many activations:\n  lane 1 holds 4, may hold 3"
 
 
@@ -354,7 +354,7 @@ def test_the_checker_agrees_with_the_graph(data: Any) -> None:
     except CycleError:
         right = False
     if right:
-        validate_schedule(changed)
+        check(changed)
     else:
         refused(changed)
 
@@ -362,12 +362,12 @@ def test_the_checker_agrees_with_the_graph(data: Any) -> None:
 def test_edges_say_what_waits_for_what() -> None:
     """Two towers: stages 0 and 1 both feed 2, and not each other."""
     towers = by_hand("0F0 0B0", "1F0 2F0 2B0 1B0", lanes=(0, 1, 1), micros=1)
-    validate_schedule(towers, edges={(0, 2), (1, 2)})
+    check(towers, edges={(0, 2), (1, 2)})
     crossed = by_hand("1F0 0F0 1B0 0B0", "2F0 2B0", lanes=(0, 0, 1), micros=1)
-    validate_schedule(crossed, edges={(0, 2), (1, 2)})
+    check(crossed, edges={(0, 2), (1, 2)})
     assert "lane 0 at position 0 (1F0) waits for 0F0, which the same lane does at position 1" in refused(crossed)
     skip = by_hand("0F0 2F0 2B0 0B0", "1F0 1B0", lanes=(0, 1, 0), micros=1)
-    validate_schedule(skip, edges={(0, 1), (1, 2), (0, 2)})
+    check(skip, edges={(0, 1), (1, 2), (0, 2)})
     early = by_hand("0F0 2F0 0B0 2B0", "1F0 1B0", lanes=(0, 1, 0), micros=1)
     assert "lane 0 at position 2 (0B0) waits for 2B0, which the same lane does at position 3" in refused(early, edges={(0, 2)})
     assert "an edge goes from a stage to a later one of 2, not 0 -> 2, 1 -> 0" in refused(schedule("gpipe", (0, 1), 1), edges=[(1, 0), (0, 2)])
@@ -441,7 +441,7 @@ def test_a_file_gives_it_back(tmp_path_factory: Any, lanes: tuple[int, ...], mic
 def test_a_file_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"name": "mine", "micros": 2, "lanes": [0, 1], "rows": ["0F0 0F1  0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1"]}')
-    validate_schedule(Schedule.load(path))
+    check(Schedule.load(path))
     assert Schedule.load(str(path)).rows[1][-1] == Action("W", 1, 1)
 
 

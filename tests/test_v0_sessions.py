@@ -21,7 +21,7 @@ def folder(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 ALL = """
 import os, threading, time, torch
-from globaltensor.v0.session import session
+from globaltensor.v0.session.session import session
 print("the module runs", flush=True)
 torch.manual_seed(3)
 devices, path = int(sys.argv[1]), sys.argv[2]
@@ -105,7 +105,7 @@ def test_all_that_a_script_may_do_on_one_and_two_devices(folder: Path) -> None:
 
 FAILS = """
 import logging, os, queue, signal
-from globaltensor.v0.session import session
+from globaltensor.v0.session.session import session
 logging.basicConfig(stream=sys.stderr)
 
 def jobs():

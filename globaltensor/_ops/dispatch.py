@@ -63,7 +63,7 @@ _cache = _Plans()
 def fresh_plans(plans: Derived | None = None) -> Iterator[None]:
     """Inside, calls are planned anew and the plans forgotten afterwards: while a recorder looks on, none runs by the short way. ``plans``: those of another
     world, kept for the next time there."""
-    before = _cache.use(Derived() if call_plan is None else call_plan)
+    before = _cache.use(Derived() if plans is None else plans)
     try:
         yield
     finally:
