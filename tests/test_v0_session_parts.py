@@ -16,10 +16,11 @@ import torch
 
 import globaltensor.v0 as flow
 import globaltensor.v0.typing as tp
-from globaltensor.v0.session import rendezvous, session, worker, worker_pool
+from globaltensor.v0.session import rendezvous, worker, worker_pool
 from globaltensor.v0.session.control_channel import Line
 from globaltensor.v0.session.device_layout import Layout
 from globaltensor.v0.session.process_place import Workers
+from globaltensor.v0.session.session import session
 from globaltensor.v0.session.settings import Machine, Settings, logger
 
 SECONDS = 20.0

@@ -41,9 +41,9 @@ from .module_settings import ProxyModule, bare
 from .module_state import ModuleState
 from .passes.lower import lower
 from .pipeline.grad_sync import Grads
+from .pipeline.measured_timeline import measured
 from .pipeline.pipelined_graph import PipelinedGraph
 from .pipeline.timeline import Timeline
-from .pipeline.trace import measured
 from .program.program import Program, reader
 from .rank_agreement import Text, agree, agreed, seed_of, settings
 from .sharding_plan import PlanFollower, ShardingPlan, following_plan, plan_of
