@@ -217,6 +217,7 @@ def test_the_command_in_a_process_of_its_own(models: Path) -> None:
 
 def test_the_package_is_the_command_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["globaltensor", "doctor", "--json"])
+    monkeypatch.delitem(sys.modules, "globaltensor.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("globaltensor", run_name="__main__")
     assert not ended.value.code
