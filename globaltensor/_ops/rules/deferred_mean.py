@@ -91,7 +91,7 @@ class PendingCount:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
+        """Return whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
         Collective."""
         here, part = world(), self.part
         found = here.reducer
