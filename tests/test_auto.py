@@ -491,7 +491,7 @@ def test_a_first_call_inside_a_graph_is_too_late() -> None:
 
 def test_alternatives_are_priced_once_where_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(search_module, "priced", lambda *args: seen.append(args) or Alternative(1.0, 0, True))
+    monkeypatch.setattr(search_module, "price_layouts", lambda *args: seen.append(args) or Alternative(1.0, 0, True))
     where = mesh((1,))
     graph = Training(Mlp().double().to_global(where, [B]), lambda c: c.enable_auto_memory("HeavyMemoryDown"))
     graph(spread(numbers(2, 8), where))

@@ -25,7 +25,7 @@ from globaltensor.graph.pipeline.schedule import schedule
 from globaltensor.graph.pipeline.simulate import simulate
 from globaltensor.graph.pipeline.timeline import trace
 
-FOLDER = Path(globaltensor.__file__).parent / "auto" / "page"
+FOLDER = Path(globaltensor.__file__).parent / "auto" / "plan" / "page"
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 NODE = shutil.which("node")
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
