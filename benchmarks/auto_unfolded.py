@@ -1,6 +1,6 @@
 """What the search gives up by deciding a call's forward and backward together: its best plan against the best one whose gradients go their own ways.
 
-Both are solved exactly (globaltensor/auto/unfolded.py); the machines are presets, so nothing is timed but the solver.
+Both are solved exactly (globaltensor/auto/intra_op/separate_backward.py); the machines are presets, so nothing is timed but the solver.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from .parallel.parallelize import parallelize
 from ._tensor.serialization import rebuild_global_tensor  # (the name that files have for it)
 from .sharding.placement import Placement, placement
 from ._ops.check_replicas import check_replicas
+from ._tensor.gradients.parameter_gather import reshard_after_forward
 from ._tensor.gradients.reducer import counts_ride, no_sync, reduce_dtype
 from ._ops.rules.attention.sdpa import attention
 from ._ops.rules.experts import experts

@@ -14,7 +14,7 @@ from support.mpi import environment, needs_mpi
 from support.program import run
 
 import globaltensor as flow
-from globaltensor.distributed.backends.select import VARIABLE, choose, lacking, names, prepare
+from globaltensor.distributed.backends.select import VARIABLE, select_backend, missing_requirement, backend_names, register_backend
 from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.errors import WorldError
 
@@ -43,55 +43,55 @@ def installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
 @pytest.mark.parametrize(("variables", "want"), [(MPIRUN, "mpi"), (HYDRA, "mpi"), (SLURM, "gloo"), (TORCHRUN, "gloo"), ({}, "gloo")], ids=str)
 def test_auto_is_mpi_where_an_mpi_launcher_started_the_ranks(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], want: str) -> None:
     installed(monkeypatch, True)
-    assert choose("auto", place(variables)) == choose(None, place(variables)) == want
+    assert select_backend("auto", place(variables)) == select_backend(None, place(variables)) == want
     installed(monkeypatch, False)
-    assert choose("auto", place(variables)) == "gloo"
+    assert select_backend("auto", place(variables)) == "gloo"
 
 
 def test_auto_is_mpi_where_slurm_told_pmix_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
     monkeypatch.setenv("PMIX_RANK", "0")
-    assert choose("auto", place(SLURM)) == "mpi"
+    assert select_backend("auto", place(SLURM)) == "mpi"
 
 
 def test_auto_is_nccl_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert choose("auto", place(MPIRUN)) == "cpu:gloo,cuda:nccl"
-    assert choose("mpi", place(MPIRUN)) == "mpi"
+    assert select_backend("auto", place(MPIRUN)) == "cpu:gloo,cuda:nccl"
+    assert select_backend("mpi", place(MPIRUN)) == "mpi"
 
 
 def test_the_variable_says_which_and_what_is_asked_for_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "MPI")
-    assert choose() == "mpi"
-    assert choose("gloo", place(MPIRUN)) == "gloo"
+    assert select_backend() == "mpi"
+    assert select_backend("gloo", place(MPIRUN)) == "gloo"
 
 
 def test_an_unknown_backend_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorldError, match=r"there is no backend 'glue': auto chooses, or name one of .*gloo.*mpi"):
-        choose("cpu:gloo,cuda:glue")
+        select_backend("cpu:gloo,cuda:glue")
     with pytest.raises(WorldError, match="'glue'"):
         flow.run(pow, 2, 3, backend="glue")
     monkeypatch.setenv(VARIABLE, "glue")
     with pytest.raises(WorldError, match=f"'glue' .the environment variable {VARIABLE} says so"):
-        choose()
+        select_backend()
 
 
 def test_names() -> None:
-    assert names("cpu:gloo,cuda:NCCL") == {"gloo", "nccl"}
-    assert names("mpi") == {"mpi"}
+    assert backend_names("cpu:gloo,cuda:NCCL") == {"gloo", "nccl"}
+    assert backend_names("mpi") == {"mpi"}
 
 
 def test_other_backends_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
-    prepare("gloo")
-    prepare("cpu:gloo,cuda:nccl")
+    register_backend("gloo")
+    register_backend("cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_what_nccl_lacks_is_told() -> None:
-    assert lacking("gloo") == lacking("mpi") == ""
+    assert missing_requirement("gloo") == missing_requirement("mpi") == ""
     program = "import globaltensor.distributed as d; d.init_process_group('nccl')"
     code, out = run([sys.executable, "-c", program])
     assert code == 1
@@ -101,7 +101,7 @@ def test_what_nccl_lacks_is_told() -> None:
 
 def test_mpi_serves_all_devices_of_a_group() -> None:
     with pytest.raises(WorldError, match=r'backend "cpu:mpi,cuda:nccl": mpi serves the tensors of every device of a group; name it alone'):
-        prepare("cpu:mpi,cuda:nccl")
+        register_backend("cpu:mpi,cuda:nccl")
 
 
 def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(WorldError, match=r"the backend mpi needs mpi4py, which is not installed: pip install globaltensor\[mpi\]"):
-        prepare("mpi")
+        register_backend("mpi")
 
 
 @needs_mpi
@@ -127,15 +127,15 @@ def test_without_an_mpi_library_it_says_what_to_install(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", no_library)
     with pytest.raises(WorldError, match=r"finds no MPI library \(cannot load MPI library\): pip install globaltensor\[mpi\]"):
-        prepare("mpi")
+        register_backend("mpi")
 
 
 RESERVED = """
 import torch.distributed as dist
-from globaltensor.distributed.backends.select import prepare
+from globaltensor.distributed.backends.select import register_backend
 
-prepare("mpi")
-prepare("mpi")
+register_backend("mpi")
+register_backend("mpi")
 for name in ("mpi", "MPI", dist.Backend.MPI):
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "mpi", dist.get_backend()
@@ -155,9 +155,9 @@ def test_torch_knows_it_by_its_name() -> None:
 
 NO_MPIRUN = """
 import sys, torch.distributed as dist
-from globaltensor.distributed.backends.select import prepare
+from globaltensor.distributed.backends.select import register_backend
 
-prepare("mpi")
+register_backend("mpi")
 dist.init_process_group("mpi", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 """
 

@@ -19,7 +19,7 @@ from globaltensor.sbp import broadcast, partial_sum, split
 from globaltensor.sharding.placement import Placement
 from globaltensor.sharding.spec import Spec
 
-CHOOSING = importlib.import_module("globaltensor._ops.rules.strategy")  # a function of that name stands before it
+CHOOSING = importlib.import_module("globaltensor._ops.rules.strategy")
 MESH = Placement("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]])
 OPS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
     "matmul": (torch.matmul, ((8, 16), (16, 24))),
@@ -42,7 +42,7 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(name: str,
     rule.describe(op, *op.args)
     outs = [Spec.make(func(*(torch.empty(shape, device="meta") for shape in shapes)).shape, torch.float32, MESH, [broadcast] * 2)]
     op.out = op.out or [(None,) * outs[0].ndim]
-    found = CHOOSING.choose(op, outs)
+    found = CHOOSING.select_signature(op, outs)
     if not CHOOSING._price(op, specs, found, inf)[-1] and all(s in op.signatures(a) for a, s in enumerate(found.signatures)):
         return  # the operands fit it as they lie: others are not priced
     every = [CHOOSING._choice(signatures, specs, outs) for signatures in itertools.product(*(list(op.signatures(a)) for a in range(2)))]

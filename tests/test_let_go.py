@@ -107,7 +107,7 @@ TENSOR = {"up.*": S(0), "down.weight": S(1), "*": B}
 WAYS: dict[str, Callable[[], Any]] = {
     "data": lambda: _eager(_of(B), S(0)),
     "shares": lambda: _eager(_of(S(0)), S(0)),
-    "shares, freed": lambda: _eager(_of(S(0)), S(0), flow.sharded.freed),
+    "shares, freed": lambda: _eager(_of(S(0)), S(0), flow.reshard_after_forward),
     "tensor": lambda: _eager(_of(TENSOR)),
     "replicas": lambda: _eager(flow.nn.parallel.DistributedDataParallel(_of(B)), S(0)),
     "recomputing": lambda: _eager(_recomputing(), S(0)),

@@ -270,7 +270,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read a file that `save` or a person wrote. Raises ClusterError, naming file and field, where it says no cluster. Where measured curves contradict
-        the laws (measured.py) they are made lawful, and a logged warning says which."""
+        the laws (measured_curves.py) they are made lawful, and a logged warning says which."""
         from .json_file import load
 
         return load(path)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .._base import torch_private
 from ..errors import WorldError
-from .backends.select import choose, lacking, names, prepare
+from .backends.select import select_backend, missing_requirement, backend_names, register_backend
 from .cluster_env import Detected, detect
 from .network import choose_gloo_interface, gloo_hint
 from .world import ProcessWorld, meeting, reset_world, running, world
@@ -68,8 +68,8 @@ def init_process_group(
     if not dist.is_initialized() or (here is not None and here.size == 1):
         reset_world()
     place = detect(os.environ)
-    chosen = choose(backend, place)
-    prepare(chosen)
+    chosen = select_backend(backend, place)
+    register_backend(chosen)
     waits = timeout or default_timeout()
     where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(init_method, store, rank, world_size, place, waits)
     master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
@@ -79,10 +79,10 @@ def init_process_group(
         with _serving(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, ValueError) and not lacking(chosen):
+        if isinstance(error, ValueError) and not missing_requirement(chosen):
             raise  # torch's own word on its arguments
         told = ", ".join(f"{name} {value}" for name, value in where.items() if name != "store")
-        mend = lacking(chosen) or gloo_hint(error, master) or "are all ranks started, and can they reach each other?"
+        mend = missing_requirement(chosen) or gloo_hint(error, master) or "are all ranks started, and can they reach each other?"
         raise WorldError(f"init_process_group({chosen!r}) with {told} failed: {error}; {mend}") from error
     started = world()
     if isinstance(started, ProcessWorld):
@@ -140,14 +140,14 @@ def _meeting(init_method: str | None, store: Any, rank: int, size: int, place: D
 
 def _agree(here: ProcessWorld, backend: str | None, size: int, rank: int, timeout: timedelta | None) -> None:
     asked = [f"{what} {value}" for what, value, have in (("world_size", size, here.size), ("rank", rank, here.rank)) if value not in (-1, have)]
-    if backend not in (None, "auto") and not names(choose(backend)) <= names(here.backend):
+    if backend not in (None, "auto") and not backend_names(select_backend(backend)) <= backend_names(here.backend):
         asked.append(f"backend {backend!r}")
     if asked:
         raise WorldError(
             f"init_process_group asks for {', '.join(asked)}, but this process already is rank {here.rank} of {here.size} with backend {here.backend!r}, "
             "since it was first asked for its rank or for a placement: call init_process_group before that, or destroy_process_group() first"
         )
-    if timeout is not None and "mpi" not in names(here.backend):
+    if timeout is not None and "mpi" not in backend_names(here.backend):
         torch_private.set_timeout(dist.group.WORLD, timeout)
 
 
@@ -174,8 +174,8 @@ def new_group(
     """torch's; ``backend`` may also be ``"mpi"``."""
     start()
     if backend is not None:
-        backend = choose(backend)
-        prepare(backend)
+        backend = select_backend(backend)
+        register_backend(backend)
     return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, **options)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WorldError
-from .backends.select import names
+from .backends.select import backend_names
 from .process_groups import start
 from .world import World, running
 
@@ -44,10 +44,10 @@ def _missing(backend: str, folder: Path) -> str:
     if not devices(folder):
         seen = ", ".join(sorted(p.name for p in folder.glob("*"))) or "none"
         return f"an InfiniBand or RoCE device with an active port (looked in {folder}; devices there: {seen})"
-    if not names(backend) & {"nccl", "mpi", "ucc"}:
+    if not backend_names(backend) & {"nccl", "mpi", "ucc"}:
         nccl = "is" if dist.is_nccl_available() and torch.cuda.is_available() else "is not"
         return f"a backend that uses RDMA: this world's is {backend or 'gloo'}, which speaks TCP; NCCL {nccl} available here, mpi needs an MPI built with UCX"
-    if "nccl" in names(backend) and os.environ.get(_OFF, "0") != "0":
+    if "nccl" in backend_names(backend) and os.environ.get(_OFF, "0") != "0":
         return f"NCCL's leave to use it: {_OFF} is set; unset it"
     return ""
 

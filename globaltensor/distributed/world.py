@@ -24,7 +24,7 @@ from ..errors import DivergenceError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import Kind
-from .backends.select import choose, lacking, prepare
+from .backends.select import select_backend, missing_requirement, register_backend
 from .backends.shared_memory import SharedMemoryPeers
 from .cluster_env import Detected, detect
 from .communicator import Channel, Communicator, Traffic
@@ -406,8 +406,8 @@ def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:
 
 
 def _join(place: Detected) -> None:
-    backend = choose(place=place)
-    prepare(backend)
+    backend = select_backend(place=place)
+    register_backend(backend)
     choose_gloo_interface(place.addr, place.nodes)
     where = meeting(place, timeout())
     try:
@@ -415,5 +415,5 @@ def _join(place: Detected) -> None:
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join the others at {place.meeting}: {error}; "
-            + (lacking(backend) or gloo_hint(error, place.addr) or "are all ranks started, and is the port free and reachable?")
+            + (missing_requirement(backend) or gloo_hint(error, place.addr) or "are all ranks started, and is the port free and reachable?")
         ) from error

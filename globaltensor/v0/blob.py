@@ -1,4 +1,4 @@
-"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known shape and dtype; what is done to it is recorded (record.py)."""
+"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known shape and dtype; what is done to it is recorded (recording/program.py)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def predict(plan: Plan, cluster: Cluster | None = None, calls: Calls | None = No
         if cluster.size and cluster.size < ranks:
             raise PlanError(f"the plan is for {ranks} devices, {cluster.name} has {cluster.size}: cluster.with_size({ranks}) imagines as many")
         if calls is None:
-            raise PlanError("to price a plan for another cluster takes the calls that it was made of: foretell(plan, cluster, calls)")
+            raise PlanError("to price a plan for another cluster takes the calls that it was made of: predict(plan, cluster, calls)")
         plan = repriced(plan, cluster, calls, options or Options())
     return simulate_plan(plan, cluster)
 

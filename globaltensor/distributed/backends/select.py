@@ -1,6 +1,6 @@
 """Which backend carries the collectives: NCCL, MPI or Gloo; and making torch know MPI.
 
-Everything that starts a process group goes through these two: ``choose`` turns what was asked for into torch's own spelling, ``prepare`` registers
+Everything that starts a process group goes through these two: ``select_backend`` turns what was asked for into torch's own spelling, ``register_backend`` registers
 the ``mpi`` backend (globaltensor.distributed.backends.mpi) where it is named.
 """
 
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from ...errors import WorldError
 from ..cluster_env import Detected, Hydra, OpenMPI, Slurm
 
-__all__ = ["VARIABLE", "choose", "lacking", "names", "prepare"]
+__all__ = ["VARIABLE", "select_backend", "missing_requirement", "backend_names", "register_backend"]
 
 #: The environment variable by which the launcher's ``--backend`` reaches its ranks.
 VARIABLE = "GLOBALTENSOR_BACKEND"
 _AUTO = "auto"
 
 
-def choose(requested: str | None = None, place: Detected | None = None) -> str:
+def select_backend(requested: str | None = None, place: Detected | None = None) -> str:
     """The backend to use, as torch spells it (``"gloo"``, ``"mpi"``, ``"cpu:gloo,cuda:nccl"``).
 
     ``requested``: a name, taken as it is, or ``"auto"``; None: what the environment variable GLOBALTENSOR_BACKEND says, else ``"auto"``. Auto is NCCL
@@ -32,13 +32,13 @@ def choose(requested: str | None = None, place: Detected | None = None) -> str:
 
     Raises WorldError where nobody has made a backend of such a name known to torch.
 
-    >>> choose("gloo")
+    >>> select_backend("gloo")
     'gloo'
     """
     wanted = (requested or os.environ.get(VARIABLE) or _AUTO).lower()
     if wanted != _AUTO:
         known = {"mpi", *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
-        if unknown := sorted(names(wanted) - known):
+        if unknown := sorted(backend_names(wanted) - known):
             source = "" if requested else f" (the environment variable {VARIABLE} says so)"
             raise WorldError(f"there is no backend {', '.join(map(repr, unknown))}{source}: auto chooses, or name one of {', '.join(sorted(known))}")
         return wanted
@@ -54,7 +54,7 @@ def _by_mpi(place: Detected | None) -> bool:
     return place.source in (OpenMPI.name, Hydra.name) or (place.source == Slurm.name and "PMIX_RANK" in os.environ)
 
 
-def names(backend: str) -> set[str]:
+def backend_names(backend: str) -> set[str]:
     """The backends that a torch spelling names.
 
     >>> sorted(names("cpu:gloo,cuda:nccl"))
@@ -63,14 +63,14 @@ def names(backend: str) -> set[str]:
     return {part.split(":")[-1].strip() for part in backend.lower().split(",")}
 
 
-def lacking(backend: str) -> str:
+def missing_requirement(backend: str) -> str:
     """What a torch spelling needs that is not here, and what would do instead; empty where nothing is known to be missing."""
-    if "nccl" in names(backend) and not (dist.is_nccl_available() and torch.cuda.is_available()):
+    if "nccl" in backend_names(backend) and not (dist.is_nccl_available() and torch.cuda.is_available()):
         return f"NCCL needs CUDA devices and a torch made for them, but torch {torch.__version__} shows none here: use gloo or mpi"
     return ""
 
 
-def prepare(backend: str) -> None:
+def register_backend(backend: str) -> None:
     """Make ready what a torch spelling names: registers ``mpi`` with torch. Call it before the process group is made.
 
     Raises WorldError where mpi4py or an MPI library is missing, or where ``mpi`` shall serve one type of device only: it serves all of a group.
@@ -78,7 +78,7 @@ def prepare(backend: str) -> None:
     # Functions of this module have the default group of the moment as a default argument. Torch loads it as late as with its compiler: it would then
     # keep our group, and with it gloo's threads, for as long as the interpreter lives; one that lets go of a tensor at its very end aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    if "mpi" not in names(backend):
+    if "mpi" not in backend_names(backend):
         return
     if re.search("[:,]", backend):
         raise WorldError(f'backend "{backend}": mpi serves the tensors of every device of a group; name it alone, backend="mpi"')

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from ...errors import WorldError, noted
-from ..backends.select import VARIABLE, choose, names
+from ..backends.select import VARIABLE, select_backend, backend_names
 from ..cluster_env import detect
 from ..launcher.log_streams import Pump, Stream
 from ..launcher.mpirun import Mpirun
@@ -76,7 +76,7 @@ def run(fn: Callable[..., T], *args: Any, nprocs: int = 2, backend: str = "auto"
     from ..launch import reserved_port  # here, so that `python -m globaltensor.distributed.launch` finds it not imported yet
 
     with tempfile.TemporaryDirectory(prefix="globaltensor_run_") as name, reserved_port() as port, OrphanReaper() as keeper, Pump() as pump:
-        folder, chosen = Path(name), choose(None if backend == "auto" else backend)
+        folder, chosen = Path(name), select_backend(None if backend == "auto" else backend)
         (folder / "path.json").write_text(json.dumps(sys.path))
         torch.save(call, folder / "call")
         ranks = [_rank(folder, rank, nprocs, port, chosen) for rank in range(nprocs)]
@@ -131,7 +131,7 @@ class _Shown(Stream):
 
 
 def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
-    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent="None" if "mpi" in names(backend) else os.getpid()), str(folder)]
+    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent="None" if "mpi" in backend_names(backend) else os.getpid()), str(folder)]
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8"}  # a rank that crashes in native code shows where
     if n > 1:
@@ -144,7 +144,7 @@ def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
 
 def _starter(backend: str, pump: Pump, stack: contextlib.ExitStack) -> Callable[[Sequence[Rank]], None]:
     """How the ranks' processes begin: through mpirun where they shall form an MPI world."""
-    if "mpi" not in names(backend):
+    if "mpi" not in backend_names(backend):
         return _start
     mpirun = Mpirun(pump, lambda: None)
     stack.callback(mpirun.close)
