@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._base.overridable import shown
 from .._base.refusals import refuse_transforms
-from .._base.torch_private import function_mode_on, is_zero_tensor, storage_key
+from .._base.torch_private import function_mode_on, innermost_transform, is_zero_tensor, storage_key
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sharding.sbp import broadcast, partial_sum
@@ -37,7 +37,8 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         return local
     if function_mode_on():
         return shown(box, local, src, dst, grad, why, alias)  # type: ignore[no-any-return]
-    refuse_transforms()
+    if innermost_transform() is not None:
+        refuse_transforms()
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
