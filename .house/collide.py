@@ -1,5 +1,7 @@
-import ast,subprocess
+import ast
+import subprocess
 from pathlib import Path
+
 R=Path('/work/main'); rows={}
 for l in open('/tmp/refactor/m.tsv'):
     if l.startswith('#') or '\t' not in l: continue

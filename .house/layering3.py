@@ -1,5 +1,5 @@
-import re
 from pathlib import Path
+
 G=Path("globaltensor")
 def rd(p): return (G/p).read_text()
 def wr(p,s): (G/p).write_text(s)

@@ -1,5 +1,7 @@
-import re,subprocess
+import re
+import subprocess
 from pathlib import Path
+
 G=Path("globaltensor")
 def rd(p): return (G/p).read_text()
 def wr(p,s): (G/p).write_text(s)

@@ -1,6 +1,8 @@
-import ast,sys
-from pathlib import Path
+import ast
+import sys
 from collections import defaultdict
+from pathlib import Path
+
 ROOT=Path(sys.argv[1])/"globaltensor"
 L=[("errors","_base"),("sharding","cluster"),("distributed","comm"),("boxing",),("_tensor",),("_ops",),("amp",),("optim",),("parallel",),("graph",),("auto",),("nn","utils","v0","sbp","pipeline","__init__","cli","__main__")]
 rank={n:i for i,t in enumerate(L) for n in t}
@@ -19,7 +21,7 @@ for m,p in sorted(mods.items()):
             for a in n.names:
                 full=[*base,a.name][1:]
                 o=full[0] if full else "__init__"
-                if o not in rank: o="__init__" 
+                if o not in rank: o="__init__"
                 if o!=me and rank[o]>=rank.get(me,99):
                     up[(me,o)].append(f"{p.relative_to(ROOT)}:{n.lineno} {'.'.join(base[1:])} {a.name}")
 for k,v in sorted(up.items()):

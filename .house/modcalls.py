@@ -1,5 +1,8 @@
-import ast,subprocess,sys
+import ast
+import subprocess
+import sys
 from pathlib import Path
+
 R=Path(sys.argv[1])
 files=subprocess.run(["git","-C",str(R),"ls-files","*.py"],capture_output=True,text=True).stdout.split()
 mods={}
@@ -21,7 +24,7 @@ for f,t in trees.items():
     pk=f.split("/")[:-1]; bound={}
     for n in ast.walk(t):
         if isinstance(n,ast.ImportFrom):
-            base=".".join((pk[:len(pk)-n.level+1]+(n.module.split(".") if n.module else []))) if n.level else (n.module or "")
+            base=".".join(pk[:len(pk)-n.level+1]+(n.module.split(".") if n.module else [])) if n.level else (n.module or "")
             if not base.startswith("globaltensor"): continue
             if base not in mods: print(f,n.lineno,"no module",base); continue
             for a in n.names:
@@ -29,7 +32,7 @@ for f,t in trees.items():
                 if full in mods:
                     # package attribute may be a function of that name re-exported
                     init=trees[mods[base]]
-                    re_ex=any(isinstance(x,ast.ImportFrom) and any((y.asname or y.name)==a.name and not (x.module is None) for y in x.names) for x in init.body)
+                    re_ex=any(isinstance(x,ast.ImportFrom) and any((y.asname or y.name)==a.name and x.module is not None for y in x.names) for x in init.body)
                     if not (mods[base].endswith("__init__.py") and re_ex): bound[a.asname or a.name]=full
                 elif a.name!="*" and a.name not in A[base] and a.name not in subs.get(base,()) and base!="globaltensor": print(f,n.lineno,"no name",base,a.name)
     stores={n.id for n in ast.walk(t) if isinstance(n,ast.Name) and isinstance(n.ctx,ast.Store)}|{n.arg for n in ast.walk(t) if isinstance(n,ast.arg)}

@@ -1,5 +1,11 @@
 """Codemod: move modules of the package by a table, rewriting every import, dotted string and path mention. Usage: move.py ROOT TABLE"""
-import ast, io, os, re, subprocess, sys, tokenize
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 

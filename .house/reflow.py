@@ -1,5 +1,8 @@
 """Refill docstrings and comment blocks that are wider than WIDTH. Usage: reflow.py WIDTH FILES..."""
-import ast,re,sys,textwrap
+import ast
+import re
+import sys
+
 W=int(sys.argv[1])
 def special(line):
     s=line.strip()

@@ -1,9 +1,13 @@
 """Codemod: rename top-level names of modules, and attributes. Usage: rename.py ROOT TABLE
 Table rows (tab separated):  def<TAB>globaltensor.mod<TAB>old<TAB>new     attr<TAB>*<TAB>old<TAB>new   (attribute / method / field / keyword everywhere)
 attr rows may limit to files whose path contains a text in column 2 (else *)."""
-import ast, re, subprocess, sys
+import ast
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
+
 ROOT = Path(sys.argv[1]).resolve(); PKG = "globaltensor"
 defs = defaultdict(dict); attrs = []
 for line in Path(sys.argv[2]).read_text().splitlines():

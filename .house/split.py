@@ -1,4 +1,5 @@
 import ast
+
 p='globaltensor/_ops/dispatch.py'
 src=open(p).read(); L=src.split("\n"); t=ast.parse(src)
 body=t.body
@@ -39,6 +40,7 @@ for s,e,n in spans:
 rest=[l for i,l in enumerate(L) if i not in gone]
 text="\n".join(rest)
 import re
+
 text=re.sub(r"\n# -{20,}[^\n]*\n(?=\s*(\n# -{20,}|$))","\n",text)
 text=re.sub(r"\n{4,}","\n\n\n",text).rstrip()+"\n"
 text=text.replace("from . import call_plan\n","from . import call_plan\nfrom .plan_call import _autocast, plan_call\n",1)

@@ -14,7 +14,7 @@ from support.mpi import environment, needs_mpi
 from support.program import run
 
 import globaltensor as flow
-from globaltensor.distributed.backends.select import VARIABLE, select_backend, missing_requirement, backend_names, register_backend
+from globaltensor.distributed.backends.select import VARIABLE, backend_names, missing_requirement, register_backend, select_backend
 from globaltensor.distributed.cluster_env import Detected, detect
 from globaltensor.errors import WorldError
 

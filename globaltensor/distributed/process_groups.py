@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .._base import torch_private
 from ..errors import WorldError
-from .backends.select import select_backend, missing_requirement, backend_names, register_backend
+from .backends.select import backend_names, missing_requirement, register_backend, select_backend
 from .cluster_env import Detected, detect
 from .network import choose_gloo_interface, gloo_hint
 from .world import ProcessWorld, meeting, reset_world, running, world

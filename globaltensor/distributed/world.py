@@ -24,7 +24,7 @@ from ..errors import DivergenceError, WorldError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import Kind
-from .backends.select import select_backend, missing_requirement, register_backend
+from .backends.select import missing_requirement, register_backend, select_backend
 from .backends.shared_memory import SharedMemoryPeers
 from .cluster_env import Detected, detect
 from .communicator import Channel, Communicator, Traffic

@@ -1,7 +1,7 @@
 """``import globaltensor.v0 as flow``: job functions. A script configures machines and devices, decorates functions, and calls them with NumPy arrays.
 
-A thin layer: a job function is recorded once (recording/program.py) and played in the ``build()`` of an `nn.Graph` (v0/recording/execute.py) on every device. Docs:
-docs/v0.md.
+A thin layer: a job function is recorded once (recording/program.py) and played in the ``build()`` of an `nn.Graph` (v0/recording/execute.py) on every device.
+Docs: docs/v0.md.
 """
 
 import torch as _torch

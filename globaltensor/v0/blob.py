@@ -1,4 +1,5 @@
-"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known shape and dtype; what is done to it is recorded (recording/program.py)."""
+"""Blobs: what a job function computes with. A blob is a value that is not there yet, of a known shape and dtype; recording/program.py records what is done
+to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which backend carries the collectives: NCCL, MPI or Gloo; and making torch know MPI.
 
-Everything that starts a process group goes through these two: ``select_backend`` turns what was asked for into torch's own spelling, ``register_backend`` registers
-the ``mpi`` backend (globaltensor.distributed.backends.mpi) where it is named.
+Everything that starts a process group goes through these two: ``select_backend`` turns what was asked for into torch's own spelling, ``register_backend``
+registers the ``mpi`` backend (globaltensor.distributed.backends.mpi) where it is named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...errors import WorldError
 from ..cluster_env import Detected, Hydra, OpenMPI, Slurm
 
-__all__ = ["VARIABLE", "select_backend", "missing_requirement", "backend_names", "register_backend"]
+__all__ = ["VARIABLE", "backend_names", "missing_requirement", "register_backend", "select_backend"]
 
 #: The environment variable by which the launcher's ``--backend`` reaches its ranks.
 VARIABLE = "GLOBALTENSOR_BACKEND"

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from ...errors import WorldError, noted
-from ..backends.select import VARIABLE, select_backend, backend_names
+from ..backends.select import VARIABLE, backend_names, select_backend
 from ..cluster_env import detect
 from ..launcher.log_streams import Pump, Stream
 from ..launcher.mpirun import Mpirun
@@ -131,7 +131,8 @@ class _Shown(Stream):
 
 
 def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
-    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent="None" if "mpi" in backend_names(backend) else os.getpid()), str(folder)]
+    parent = "None" if "mpi" in backend_names(backend) else os.getpid()
+    command = [os.fsdecode(get_executable()), "-u", "-c", _PROGRAM.format(rank=rank, parent=parent), str(folder)]
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8"}  # a rank that crashes in native code shows where
     if n > 1:
