@@ -51,11 +51,11 @@ def riding(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """The step, where the number of targets that the mean divides by travels with the gradients."""
 
     def once() -> Tensor:
-        flow.counts_ride()
+        flow.fuse_loss_count()
         try:
             return step()
         finally:
-            flow.counts_ride(False)
+            flow.fuse_loss_count(False)
 
     return once
 

@@ -18,8 +18,8 @@ from train_gpt import PARALLEL, spread
 
 import globaltensor as flow
 from globaltensor._ops.dispatch import fresh_plans
+from globaltensor._ops.rules import Derived
 from globaltensor.distributed.world import world
-from globaltensor.rules import Derived
 
 #: The variable by which a started rank knows what it is to measure.
 TRANSPORT = "GLOBALTENSOR_BENCHMARK_TRANSPORT"

@@ -47,7 +47,7 @@ def step(method: str, tensors: list[torch.Tensor], causal: bool) -> Callable[[],
     def call() -> torch.Tensor:
         for t in tensors:
             t.grad = None
-        with flow.attention(method):
+        with flow.context_parallel(method):
             out = F.scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=tensors[1].shape[1] != tensors[0].shape[1])
         out.sum().backward()
         return out

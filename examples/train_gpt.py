@@ -368,7 +368,7 @@ def run(options: argparse.Namespace) -> list[float]:
     loud = flow.env.get_rank() == 0
     if options.parallel == "single" and not loud:
         return []
-    flow.counts_ride()  # no rank looks at a loss, or hooks into a gradient, that others do not
+    flow.fuse_loss_count()  # no rank looks at a loss, or hooks into a gradient, that others do not
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.context).to(device, getattr(torch, options.dtype))

@@ -40,17 +40,17 @@ from ._ops.fallback import rule
 from .distributed import env
 from .distributed.run.spawn import run, spawn
 from ._ops.local_map import local_map
-from ._ops.rank_guard import guard
+from ._ops.rank_guard import check_ranks
 from .parallel.parallelize import parallelize
 from ._tensor.serialization import rebuild_global_tensor  # (the name that files have for it)
 from .sharding.placement import Placement, placement
 from ._ops.check_replicas import check_replicas
 from ._tensor.gradients.parameter_gather import reshard_after_forward
-from ._tensor.gradients.reducer import counts_ride, no_sync, reduce_dtype
-from ._ops.rules.attention.sdpa import attention
-from ._ops.rules.experts import experts
+from ._tensor.gradients.reducer import fuse_loss_count, no_sync, set_grad_reduce_dtype
+from ._ops.rules.attention.sdpa import context_parallel
+from ._ops.rules.experts import moe_experts
 from ._ops.rules.grouped_linear import grouped_linear
-from ._tensor.display import show
+from ._tensor.display import visualize_sharding, visualize_sharding as show  # torch's and JAX's word, and a short one
 from .sharding.spec import Spec
 from ._ops.oneflow_aliases import global_to_global, local_to_global, tensordot, transpose
 from ._ops.methods import GlobalTensor

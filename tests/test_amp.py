@@ -17,7 +17,7 @@ from support.everywhere import full
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import noted
 
@@ -353,7 +353,7 @@ def test_the_check_costs_one_small_reduction() -> None:
         model = copy.deepcopy(START).to_global(flow.placement.all("cpu"), B)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
         scaler.scale(model(spread(values(5, 4), S(0))).square().mean()).backward()
-        with comms() as log:
+        with record_collectives() as log:
             scaler.step(optimizer)
             scaler.update()
         assert [(t.kind, t.ranks) for t in log] == [("all_reduce", (0, 1))]
@@ -388,7 +388,7 @@ def test_autocast_and_scaler_train() -> None:
 
 def _model(table: Any, wanted: torch.dtype | None) -> nn.Module:
     model = copy.deepcopy(START).to_global(flow.placement.all("cpu"), table).bfloat16()
-    return flow.reduce_dtype(model, wanted)  # type: ignore[no-any-return]
+    return flow.set_grad_reduce_dtype(model, wanted)  # type: ignore[no-any-return]
 
 
 def _sums(table: Any) -> None:
@@ -405,7 +405,7 @@ def _sums(table: Any) -> None:
         for _ in range(2):  # the buckets of the first pass are not those of the second
             model.zero_grad()
             loss = model(x).float().square().sum()
-            with comms() as log:
+            with record_collectives() as log:
                 loss.backward()
             sent[wanted] = sum(t.bytes for t in log if t.kind in ("all_reduce", "reduce_scatter"))
         for p, w in zip(model.parameters(), want, strict=True):
@@ -447,7 +447,7 @@ def _two_axes() -> None:
     batch, plain = values(8, 4), copy.deepcopy(START)
     plain(batch).square().mean().backward()
     for table in ({"*": [B, S(0)]}, {"*": [S(0), B]}, {"*": [S(0), S(0)]}, {"*": [B, B]}):
-        model = flow.reduce_dtype(copy.deepcopy(START).to_global(grid, table).bfloat16(), torch.float32)
+        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(grid, table).bfloat16(), torch.float32)
         model(batch.bfloat16().to_global(grid, [B, B]).to_global(sbp=[S(0), S(0)])).float().square().mean().backward()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert a.grad.dtype is torch.bfloat16
@@ -465,13 +465,13 @@ def _kept() -> None:
     others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half(), moved]
     for other in (model, *others):
         assert {p._reduce_dtype for p in other.parameters()} == {torch.float32}
-    assert {p._reduce_dtype for p in flow.reduce_dtype(model, None).parameters()} == {None}
-    w = flow.reduce_dtype(spread(values(4, 3), B).bfloat16().requires_grad_(), torch.float64)
+    assert {p._reduce_dtype for p in flow.set_grad_reduce_dtype(model, None).parameters()} == {None}
+    w = flow.set_grad_reduce_dtype(spread(values(4, 3), B).bfloat16().requires_grad_(), torch.float64)
     (w * spread(values(4, 3, seed=1), S(0))).sum().backward()
     assert w.grad.dtype is torch.bfloat16
     for wrong in (torch.int32, torch.complex64, "float32"):
         with pytest.raises(RuntimeError, match="summed in a floating dtype"):
-            flow.reduce_dtype(model, wrong)
+            flow.set_grad_reduce_dtype(model, wrong)
 
 
 def test_the_choice_stays() -> None:
@@ -485,7 +485,7 @@ def _replicas() -> None:
     plain = copy.deepcopy(START)
     plain(values(8, 4)).square().mean().backward()
     for quiet in (False, True):
-        model = flow.reduce_dtype(copy.deepcopy(START).to_global(where, {"0.*": S(0), "*": B}).bfloat16(), torch.float32)
+        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(where, {"0.*": S(0), "*": B}).bfloat16(), torch.float32)
         ddp = flow.nn.parallel.DistributedDataParallel(model)
         x = values(8, 4).chunk(2)[rank // 2].bfloat16()
         x = x.to_global(where, B)
@@ -506,7 +506,7 @@ def test_sums_over_replicas() -> None:
 def test_complex_gradients_are_summed_as_they_are() -> None:
     def run() -> None:
         z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-        w = flow.reduce_dtype(spread(z, B).requires_grad_(), torch.float32)
+        w = flow.set_grad_reduce_dtype(spread(z, B).requires_grad_(), torch.float32)
         plain = z.clone().requires_grad_()
         for t, x in ((w, spread(z, S(0))), (plain, z)):
             (t * x).abs().sum().backward()
@@ -519,7 +519,7 @@ def test_half_parameters_with_every_combination() -> None:
     """Accumulation, scaler and sums in float32 together."""
 
     def run(mode: str, wanted: Any) -> None:
-        model = flow.reduce_dtype(copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]).bfloat16(), wanted)
+        model = flow.set_grad_reduce_dtype(copy.deepcopy(START).to_global(flow.placement.all("cpu"), TABLES[mode]).bfloat16(), wanted)
         plain = copy.deepcopy(START)
         for m, feed in ((plain, lambda t: t), (model, lambda t: spread(t.bfloat16(), S(0)))):
             optimizer, scaler = torch.optim.SGD(m.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)

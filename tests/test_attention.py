@@ -27,7 +27,7 @@ from globaltensor._ops.rules.attention import sdpa as rule_of_attention
 from globaltensor._ops.rules.attention.blocks import _together, _visible, block, block_backward, members
 from globaltensor._ops.rules.attention.ring import zigzag_chunks
 from globaltensor.boxing.moves import show_bytes
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import FallbackWarning, SbpError
@@ -67,11 +67,11 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
 def on_rank(tensors: list[torch.Tensor], layouts: Sequence[Layout], method: str, kwargs: Any, grid: Sequence[int], weight: torch.Tensor) -> Any:
     where = placement(grid)
     ours = [spread(t, where, s) for t, s in zip(tensors, layouts, strict=True)]
-    with flow.attention(method), comms() as there:
+    with flow.context_parallel(method), record_collectives() as there:
         out = A(*ours, **kwargs)
     leaves = [t for t in ours if t.requires_grad]
     total = (out * weight.to_global(where, [B] * where.axes)).sum()
-    with comms() as back:
+    with record_collectives() as back:
         found = torch.autograd.grad(total, leaves)
     traffic = [(t.kind, t.bytes) for t in there], [(t.kind, t.bytes) for t in back]
     return full(out), [full(g) for g in found], tuple(e.short for e in out.sbp), traffic
@@ -232,7 +232,7 @@ def test_heads_in_turns(grid: tuple[int, ...], balanced: int, monkeypatch: pytes
 
 def test_drawn_layouts() -> None:
     for method in METHODS:
-        with flow.attention(method):
+        with flow.context_parallel(method):
             compare(A, *qkv(), draws=4)
             compare(partial(A, is_causal=True), *qkv(rows=8, keys=8), draws=4)
             compare(A, *qkv(), x(7, 9), grids=((3,), (2, 2)), draws=4)
@@ -248,7 +248,7 @@ def test_narrow_types(dtype: torch.dtype) -> None:
         own = (A(*narrow, **kwargs).double() - truth).abs().max()
 
         def run(kwargs: Any = kwargs) -> torch.Tensor:
-            with flow.attention("ring"):
+            with flow.context_parallel("ring"):
                 return full(A(*[spread(t, placement((3,)), [S(2)]) for t in narrow], **kwargs))
 
         for out in simulate(3, run):
@@ -262,7 +262,7 @@ def test_autocast() -> None:
 
     def run() -> torch.Tensor:
         ours = [spread(t, placement((2,)), [S(2)]) for t in narrow]
-        with torch.autocast("cpu", torch.bfloat16), flow.attention("ring"):
+        with torch.autocast("cpu", torch.bfloat16), flow.context_parallel("ring"):
             out = A(*ours)
         out.sum().backward()
         assert all(t.grad.dtype is torch.float32 for t in ours)
@@ -299,7 +299,7 @@ def test_gradient_of_the_gradient(row: Any) -> None:
             where = placement(grid)
             layouts = [mine, other, other, [B] * len(grid)][: len(tensors)]
             ours = [spread(t, where, s) for t, s in zip(tensors, layouts, strict=True)]
-            with flow.attention("ring"):
+            with flow.context_parallel("ring"):
                 return [full(g) for g in twice(A, ours, weight.to_global(where, [B] * len(grid)))]
 
         for found in simulate(math.prod(grid), run):
@@ -319,7 +319,7 @@ def test_dropout(method: str) -> None:
             def run(mine: Any = mine, other: Any = other, causal: bool = causal) -> torch.Tensor:
                 torch.manual_seed(0)
                 ours = [spread(t, placement((3,)), [s]) for t, s in ((q, mine), (k, other), (v, other))]
-                with flow.attention(method):
+                with flow.context_parallel(method):
                     out = A(*ours, None, 0.5, causal)
                 out.sum().backward()
                 return full(out)
@@ -443,7 +443,7 @@ def test_one_new_row_moves_no_keys() -> None:
 def kinds(tensors: list[torch.Tensor], n: int, **kwargs: Any) -> set[str]:
     def run() -> set[str]:
         ours = [spread(t.float(), placement((n,)), [S(2)]) for t in tensors]
-        with comms() as log, torch.no_grad():
+        with record_collectives() as log, torch.no_grad():
             A(*ours, **kwargs)
         return {t.kind for t in log}
 
@@ -489,7 +489,7 @@ def test_memory(n: int, causal: bool) -> None:
         ours = [spread(t, placement((n,)), [S(2)]) for t in (q, k, v)]
         kept: list[int] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t)  # type: ignore[func-returns-value]
-        with flow.attention(method), Largest() as there, hooks:
+        with flow.context_parallel(method), Largest() as there, hooks:
             out = A(*ours, is_causal=causal)
         total = out.sum()
         with Largest() as back:
@@ -513,7 +513,7 @@ def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
         patched.setattr(rule_of_attention, "_BALANCED", 1)
         patched.setattr(ring, "_BLOCK", unit // 4)
         patched.setattr(torch, "get_num_threads", lambda: 1)
-        with flow.attention("ring"), Held() as held:
+        with flow.context_parallel("ring"), Held() as held:
             A(*ours, is_causal=causal, enable_gqa=True).sum().backward()
     return held.most / unit
 
@@ -566,15 +566,15 @@ def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.Monk
 
 
 def test_setting() -> None:
-    with pytest.raises(SbpError, match="no method 'rings'; there are auto, ring, heads, gather"), flow.attention("rings"):
+    with pytest.raises(SbpError, match="no method 'rings'; there are auto, ring, heads, gather"), flow.context_parallel("rings"):
         pass
-    with flow.attention("heads"), flow.attention("ring"):
+    with flow.context_parallel("heads"), flow.context_parallel("ring"):
         assert rule_of_attention._method.get() == "ring"
     assert rule_of_attention._method.get() == "auto"
 
     def run() -> None:
         ours = [spread(t, placement((2,)), [S(0)]) for t in (x(5, 4), x(6, 4), x(6, 4))]
-        with flow.attention("heads"):
+        with flow.context_parallel("heads"):
             A(*ours)
 
     with pytest.raises(SbpError, match="no dim of heads"):
@@ -584,9 +584,9 @@ def test_setting() -> None:
 def test_a_ring_is_no_boxing() -> None:
     def run() -> list[str]:
         ours = [spread(t, placement((2,)), [S(2)]) for t in qkv()]
-        with flow.attention("ring"), flow.no_boxing(), flow.boxing_log() as log:  # asked for by name
+        with flow.context_parallel("ring"), flow.no_boxing(), flow.boxing_log() as log:  # asked for by name
             A(*ours)
-        with pytest.raises(flow.errors.BoxingError), flow.attention("heads"), flow.no_boxing():
+        with pytest.raises(flow.errors.BoxingError), flow.context_parallel("heads"), flow.no_boxing():
             A(*ours)
         return [str(r) for r in log if r.bytes]
 
@@ -612,7 +612,7 @@ def in_processes(n: int, method: str, causal: bool) -> tuple[float, list[str]]:
     want = A(*plain, is_causal=causal)
     want.pow(2).sum().backward()
     ours = [spread(t, placement((n,)), [S(2)]) for t in tensors]
-    with flow.attention(method), comms() as log:
+    with flow.context_parallel(method), record_collectives() as log:
         out = A(*ours, is_causal=causal)
     out.pow(2).sum().backward()
     errors = [(full(out) - want.detach()).abs().max()] + [(full(o.grad) - p.grad).abs().max() for o, p in zip(ours, plain, strict=True)]  # type: ignore[operator]
@@ -672,7 +672,7 @@ def test_modules(name: str, training: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of nested tensors and masks of two types
             warnings.simplefilter("error", FallbackWarning)
-            with flow.attention("ring"), torch.set_grad_enabled(training):
+            with flow.context_parallel("ring"), torch.set_grad_enabled(training):
                 got = call(model, ours)
         for g, w in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
             torch.testing.assert_close(full(g), w.detach(), rtol=1e-9, atol=1e-9)
@@ -711,7 +711,7 @@ def test_traffic_of_a_layer() -> None:
     def run(sbp: Any) -> list[str]:
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().to_global(placement((2,)), B)
         value = spread(x(4, 8, 8), placement((2,)), [sbp])
-        with flow.attention("ring"), comms() as log:
+        with flow.context_parallel("ring"), record_collectives() as log:
             layer(value)
         return [t.kind for t in log]
 
@@ -730,7 +730,7 @@ def test_some_gradients_only() -> None:
             for mine in (S(2), B):
                 layouts = [mine, S(2), S(2), B]
                 ours = [spread(t, placement((3,)), [s]).detach().requires_grad_(i == wanted) for i, (t, s) in enumerate(zip(tensors, layouts, strict=True))]
-                with flow.attention("ring"):
+                with flow.context_parallel("ring"):
                     out = A(*ours)
                 out.pow(2).sum().backward()
                 torch.testing.assert_close(full(ours[wanted].grad), plain[wanted].grad, rtol=1e-9, atol=1e-9)
@@ -744,7 +744,7 @@ def test_ranks_outside_the_placement() -> None:
         ours = [t.to_global(where, B).to_global(sbp=S(2)).detach().requires_grad_() for t in qkv()]
         found = []
         for method in METHODS:
-            with flow.attention(method):
+            with flow.context_parallel(method):
                 out = A(*ours, is_causal=True)
             out.pow(2).sum().backward()
             found.append(out.detach().to_global(flow.placement("cpu", [0, 1, 2]), B).to_local())
@@ -759,7 +759,7 @@ def test_checkpoint() -> None:
     """A recomputed attention goes its own way again where the setting stands inside what is recomputed."""
 
     def attended(*tensors: torch.Tensor) -> torch.Tensor:
-        with flow.attention("ring"):
+        with flow.context_parallel("ring"):
             return A(*tensors)
 
     def run() -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import KernelError, SbpError, noted
 
@@ -890,7 +890,7 @@ def test_no_hook_no_traffic() -> None:
                 module.register_full_backward_hook(lambda m, gi, go: None)
         x = leaf(values(6, 4), S(0))
         loss = ours(x).square().sum()
-        with comms() as log:
+        with record_collectives() as log:
             loss.backward()
         sent.append(sum(t.bytes for t in log))
     assert sent[0] == sent[1] > 0

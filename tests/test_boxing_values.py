@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from globaltensor.boxing import box, boxing_log, no_boxing, plan_boxing
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
@@ -194,7 +194,7 @@ def test_gradient_through_a_given_sbp() -> None:
     def run() -> tuple[torch.Tensor, list[str]]:
         x = share(full, src, world().rank).requires_grad_()
         y = box(x, src, dst, grad=Spec.make(full.shape, full.dtype, line, B))
-        with comms() as log:
+        with record_collectives() as log:
             (y * (1 if world().rank == 0 else 0)).sum().backward()
         assert x.grad is not None
         return x.grad, [t.kind for t in log]
@@ -245,7 +245,7 @@ def test_gradient_of_a_norm_twice() -> None:
 
 
 def traffic(fn: Callable[[], object]) -> list[str]:
-    with comms() as log:
+    with record_collectives() as log:
         fn()
     return [t.kind for t in log]
 
@@ -256,7 +256,7 @@ def test_traffic_is_what_the_plan_says() -> None:
     def run() -> None:
         for src, dst in pairs_of(full, GRID, GRID, [B, P, S(0), S(1)]):
             local, wanted = share(full, src, world().rank), [m.kind for m in plan_boxing(src, dst).moves if m.bytes]
-            with comms() as log:
+            with record_collectives() as log:
                 box(local, src, dst)
             assert [t.kind for t in log] == wanted, plan_boxing(src, dst)
             assert sum(t.bytes for t in log) <= plan_boxing(src, dst).bytes

@@ -156,7 +156,7 @@ def test_gradients_of_leaves_that_come_and_stay_away(room: int, monkeypatch: pyt
         found: list[Any] = []
         for used, kind in drawn:
             if kind == "summed in float32" and ours:
-                flow.reduce_dtype(leaves[used[0]], torch.float32)
+                flow.set_grad_reduce_dtype(leaves[used[0]], torch.float32)
             hook = leaves[used[0]].register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone())) if kind == "hooked" else None
             y = x
             for i in used:

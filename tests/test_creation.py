@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import globaltensor as flow
 from globaltensor._ops import creation
 from globaltensor._tensor.global_tensor import GlobalTensor
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, PlacementError, SbpError
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_sum, split
@@ -66,7 +66,7 @@ def everywhere(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layouts
 
     def on_ranks() -> None:
         for placement, layout in layouts:
-            with comms() as log:
+            with record_collectives() as log:
                 x = getattr(flow, name.strip())(*args, placement=placement, sbp=list(layout), **kwargs)
             assert not log, "creating communicates"
             assert isinstance(x, GlobalTensor)

@@ -13,7 +13,7 @@ from torch import nn
 
 import globaltensor as flow
 import globaltensor.distributed as dist
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.errors import GlobalTensorError, PlacementError
 from globaltensor.nn.parallel import DistributedDataParallel
 
@@ -85,7 +85,7 @@ def accumulates(sbp: Any, rows_sbp: Any) -> None:
     m, plain = wrapped(sbp), model()
     for step in range(3):
         loss(plain, batch(step)).backward()
-    with comms() as log:
+    with record_collectives() as log:
         with m.no_sync():
             for step in range(2):
                 loss(m, share(step, rows_sbp)).backward()
@@ -117,7 +117,7 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
     for step in range(2):
         m.zero_grad()
         rows = share(step, B)
-        with comms() as log:
+        with record_collectives() as log:
             loss(m, rows).backward()
     return sorted({(t.kind, t.ranks) for t in log})
 
@@ -198,7 +198,7 @@ def test_what_goes_by_torchs_reducer_is_refused() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))
     with pytest.raises(GlobalTensorError, match=r"DistributedDataParallel.join is for modules of local parameters: .* drop_last"), model.join():
         pass
-    with pytest.raises(GlobalTensorError, match=r"register_comm_hook is for modules of local parameters: .* flow.reduce_dtype"):
+    with pytest.raises(GlobalTensorError, match=r"register_comm_hook is for modules of local parameters: .* flow.set_grad_reduce_dtype"):
         model.register_comm_hook(None, lambda state, bucket: bucket)
 
 

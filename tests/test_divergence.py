@@ -383,7 +383,7 @@ def test_check_replicas() -> None:
 
 def replicas_in_guard_mode() -> str:
     w = torch.ones(3).to_global(line(), B)  # type: ignore[attr-defined]
-    with flow.guard():
+    with flow.check_ranks():
         (rows() * w).sum().item()
         if flow.env.get_rank():
             w.to_local()[0] = 5.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import globaltensor as flow
 from globaltensor._ops.rules import grouped_linear
-from globaltensor.distributed.communicator import Traffic, comms
+from globaltensor.distributed.communicator import Traffic, record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError, ShapeError
@@ -70,7 +70,7 @@ def agree(tensors: Operands, placement: Any, layouts: Any, twice: bool = False) 
     """Forward, gradients and, ``twice``, the gradients of these are those of the loop."""
     plain, ours = leaves(tensors), spread(tensors, placement, layouts)
     seed = values(*tensors[0].shape, seed=77)
-    want, got = truth(*plain), flow.experts(*ours)
+    want, got = truth(*plain), flow.moe_experts(*ours)
     inside = placement.coordinate(world().rank) is not None
     same(got, want, inside, "result")
     into = [i for i, t in enumerate(plain) if t.requires_grad]
@@ -103,7 +103,7 @@ def same(got: Tensor, want: Tensor, inside: bool, what: str) -> None:
 def test_on_plain_tensors() -> None:
     tensors = operands(9, 2, 4)
     plain, ours = leaves(tensors), leaves(tensors)
-    want, got = truth(*plain), flow.experts(*ours)
+    want, got = truth(*plain), flow.moe_experts(*ours)
     close(got.detach(), want.detach(), "result")
     want.pow(2).sum().backward()
     got.pow(2).sum().backward()
@@ -145,16 +145,16 @@ def test_the_kernel_is_taken_where_there_is_one() -> None:
 ])  # fmt: skip
 def test_shapes_that_do_not_fit(change: Any, says: str) -> None:
     with pytest.raises(ShapeError, match=says):
-        flow.experts(*change(*operands(7, 2, 3)))
+        flow.moe_experts(*change(*operands(7, 2, 3)))
     placement = flow.placement("cpu", [0])
     with pytest.raises(ShapeError, match=says):
-        flow.experts(*[t.to_global(placement, S(0)) for t in change(*operands(7, 2, 3))])
+        flow.moe_experts(*[t.to_global(placement, S(0)) for t in change(*operands(7, 2, 3))])
 
 
 def test_a_function_that_changes_the_shape_of_rows() -> None:
     x, index, weights, gate_up, _ = operands(7, 2, 3)
     with pytest.raises(ShapeError, match="it must keep their shape"):
-        flow.experts(x, index, weights, gate_up, function=lambda rows, counts, w: rows[:, :2])
+        flow.moe_experts(x, index, weights, gate_up, function=lambda rows, counts, w: rows[:, :2])
 
 
 # ---------------------------------------------------------------------------------------------------------------- on several ranks
@@ -162,13 +162,13 @@ def test_a_function_that_changes_the_shape_of_rows() -> None:
 
 @pytest.mark.parametrize("sizes", [(7, 2, 5), (3, 2, 1), (8, 3, 4)])
 def test_every_signature(sizes: tuple[int, int, int]) -> None:
-    met = check(flow.experts, *operands(*sizes), grids=((2,), (3,), (2, 2)), most=30)
+    met = check(flow.moe_experts, *operands(*sizes), grids=((2,), (3,), (2, 2)), most=30)
     assert {"S(0) S(0) S(0) S(0) S(0) -> S(0)", "B B B S(0) S(0) -> P", "S(0) S(0) S(0) B B -> S(0)"} <= met
 
 
 def test_drawn_layouts() -> None:
-    compare(flow.experts, *operands(7, 2, 5), draws=4)
-    compare(flow.experts, *operands(1, 1, 3), grids=((3,), (2, 2)), draws=2)
+    compare(flow.moe_experts, *operands(7, 2, 5), draws=4)
+    compare(flow.moe_experts, *operands(1, 1, 3), grids=((3,), (2, 2)), draws=2)
 
 
 ENTRIES = st.sampled_from([B, S(0)])
@@ -242,7 +242,7 @@ def test_only_some_operands_have_gradients() -> None:
             for t in (plain[i], ours[i]):
                 t.requires_grad_(i in having)
         truth(*plain).pow(2).sum().backward()
-        flow.experts(*ours).pow(2).sum().backward()
+        flow.moe_experts(*ours).pow(2).sum().backward()
         for i in having:
             close(full(ours[i].grad), plain[i].grad, f"gradient of operand {i} of {having}")
 
@@ -256,7 +256,7 @@ def test_another_kind_of_expert() -> None:
     everyone = flow.placement.all("cpu")
     tensors = values(7, 6), torch.arange(14).view(7, 2) % 3, values(7, 2), values(3, 6, 6), values(3, 6), values(6)
     plain, ours = leaves(tensors), spread(tensors, everyone, [*[S(0)] * 5, B])
-    got = flow.experts(*ours[:5], function=biased, shared=(ours[5],))
+    got = flow.moe_experts(*ours[:5], function=biased, shared=(ours[5],))
     one = [[(plain[3][e] @ x + plain[4][e]).tanh() * plain[5] for e in range(3)] for x in plain[0]]
     want = torch.stack([sum(plain[2][t, j] * one[t][e] for j, e in enumerate(plain[1][t].tolist())) for t in range(7)])
     close(full(got), want.detach(), "result")
@@ -271,12 +271,12 @@ def test_under_autocast_tokens_travel_in_its_type() -> None:
     everyone = flow.placement.all("cpu")
     tensors = [t.float() if t.is_floating_point() else t for t in operands(16, 2, 4, 8, 8)]
     ours, plain = spread(tensors, everyone, EXPERT), leaves(tensors)
-    with comms() as wide:
-        flow.experts(*ours)
+    with record_collectives() as wide:
+        flow.moe_experts(*ours)
     with torch.autocast("cpu", torch.bfloat16):
-        with comms() as narrow:
-            got = flow.experts(*ours)
-        want = flow.experts(*plain)
+        with record_collectives() as narrow:
+            got = flow.moe_experts(*ours)
+        want = flow.moe_experts(*plain)
     assert got.dtype is want.dtype is torch.float32
     torch.testing.assert_close(full(got), want.detach(), rtol=2e-2, atol=2e-2)
     assert [t.bytes for t in wide if t.kind == "all_to_all"] == [2 * t.bytes for t in narrow if t.kind == "all_to_all"]
@@ -297,9 +297,9 @@ def test_on_real_processes() -> None:
 
 def traffic(layouts: Any, grid: Any) -> tuple[list[Traffic], list[Traffic]]:
     ours = spread(operands(8, 2, 4), flow.placement("cpu", grid), layouts)
-    with comms() as there:
-        out = flow.experts(*ours)
-    with comms() as back:
+    with record_collectives() as there:
+        out = flow.moe_experts(*ours)
+    with record_collectives() as back:
         torch.autograd.grad(out, [t for t in ours if t.requires_grad], out.detach())
     return there, back
 
@@ -332,8 +332,8 @@ def rows_sent() -> int:
     x, _, weights, gate_up, down = operands(8, 1, 4)
     index = torch.tensor([2, 3, 2, 3, 2, 3, 3, 3]).view(8, 1)
     ours = spread((x, index, weights, gate_up, down), flow.placement.all("cpu"), EXPERT)
-    with comms() as log:
-        flow.experts(*ours)
+    with record_collectives() as log:
+        flow.moe_experts(*ours)
     return next(t.bytes for t in log if t.kind == "all_to_all")
 
 
@@ -344,9 +344,9 @@ def test_rows_that_are_at_home_are_not_sent() -> None:
 def logged() -> str:
     ours = spread(operands(8, 2, 4), flow.placement.all("cpu"), EXPERT)
     with flow.boxing_log() as log:
-        flow.experts(*ours)
+        flow.moe_experts(*ours)
     with pytest.raises(BoxingError, match="experts: tokens to their experts, and back"), flow.no_boxing():
-        flow.experts(*ours)
+        flow.moe_experts(*ours)
     (one,) = log
     return one.op
 

@@ -51,7 +51,7 @@ def test_ring_attention_by_flash_kernels(kind: torch.dtype, heads: tuple[int, in
     def split() -> list[torch.Tensor]:
         where = flow.placement("cuda", [0, 1])
         given = [t.to_global(where, B).to_global(sbp=S(2)).detach().requires_grad_() for t in (*whole, weight)]  # type: ignore[call-arg]
-        with flow.attention("ring"):
+        with flow.context_parallel("ring"):
             return [t.to_global(sbp=B).to_local() for t in attended(*given)]
 
     exact = attended(*[t.double().cpu().requires_grad_() for t in (*whole, weight)])

@@ -17,7 +17,7 @@ from support.pool import run_on
 from torch import Tensor, fx, nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.errors import GraphError
@@ -66,7 +66,7 @@ def whole(x: Any) -> Tensor:
 def both(make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float = 1e-11) -> tuple[Counter[str], Seen]:
     """One step of eager training and one of a graph -> what moved in each. Raises where a loss or a gradient differs."""
     model = make()
-    with comms() as eager:
+    with record_collectives() as eager:
         out = loss(model, *inputs)
         out.backward()
         grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
@@ -90,7 +90,7 @@ def both(make: Callable[[], nn.Module], loss: Loss, *inputs: Any, within: float 
     for name, p in again.named_parameters():
         want = grads.get(name, torch.zeros_like(start[name]))
         torch.testing.assert_close(start[name] - whole(p), want, rtol=within, atol=within, msg=lambda m, name=name: f"{name}: {m}")
-    with comms() as log:
+    with record_collectives() as log:
         graph(*inputs)
     program = graph.program().graph
     return Counter(t.kind for t in eager), Seen(Counter(t.kind for t in log), program, [n.name for n in program.nodes])
@@ -499,7 +499,7 @@ def test_hooks_from_now_on_see_whole_gradients() -> None:
         x, y = ids(5, 3, sbp=B), ids(5, 3, sbp=B, seed=4)
         sent = []
         for i in range(4):
-            with comms() as log:
+            with record_collectives() as log:
                 loss = graph(x.to_global(sbp=S(0)), y.to_global(sbp=S(0)))
             sent.append([t.kind for t in log if t.kind == "all_reduce"])
             optimizer.zero_grad()

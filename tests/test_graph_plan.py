@@ -14,7 +14,7 @@ from test_graph_passes import Block, Decoder, ids, spread, values, whole
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.graph.errors import GraphError
 from globaltensor.graph.sharding_plan import ShardingPlan
@@ -109,10 +109,10 @@ def test_a_plan_that_is_used_as_it_is_changes_nothing(sbp: Any) -> None:
         graph = trained(Pair(), step)
         graph(given(sbp))
         plan = graph.plan()
-        with comms() as before:
+        with record_collectives() as before:
             graph(given(sbp))
         graph.use_plan(plan)
-        with comms() as after:
+        with record_collectives() as after:
             graph(given(sbp))
         assert graph._captures == 2
         assert graph.plan().diff(plan) == ""

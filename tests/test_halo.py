@@ -18,7 +18,7 @@ from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.boxing.halo_exchange import HaloPlan, fetch_halo, most_fetched
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import BoxingError
@@ -39,7 +39,7 @@ def fetched(held: list[tuple[int, int]], wanted: list[list[tuple[int, int]]]) ->
     rank = world().rank
     local = whole[:, slice(*held[rank])].clone().requires_grad_()
     reach = HaloPlan(range(len(held)), rank, held, wanted)
-    with comms() as log:
+    with record_collectives() as log:
         out = fetch_halo(local, 1, reach)
     want = torch.cat([whole[:, a:b] for a, b in wanted[rank]] or [whole[:, :0]], 1)
     close(out.detach(), want, "fetched")
@@ -244,11 +244,11 @@ Sent = list[tuple[str, int]]
 def traffic(function: Callable[..., Any], shape: tuple[int, ...], others: list[tuple[int, ...]], sbp: Sbp) -> tuple[Sent, Sent]:
     placement = flow.placement.all("cpu")
     ours = [x(*s).to_global(placement, B).to_global(sbp=sbp if i == 0 else B).detach().requires_grad_(i == 0) for i, s in enumerate([shape, *others])]
-    with comms() as there:
+    with record_collectives() as there:
         out = function(*ours)
     out = out[0] if isinstance(out, tuple) else out
     total = out.sum()
-    with comms() as back:
+    with record_collectives() as back:
         total.backward()
     assert out.sbp == (sbp,)
     return [(t.kind, t.bytes) for t in there], [(t.kind, t.bytes) for t in back]

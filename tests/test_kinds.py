@@ -13,7 +13,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError, GlobalTensorError, KindError, PlacementError, ShapeError
 
@@ -135,7 +135,7 @@ def texts(odd_ranks: tuple[int, ...]) -> list[str]:
     for make in KINDS.values():
         odd = make()
         x = odd if world().rank in odd_ranks else torch.ones(2, 3)
-        with comms() as moved:
+        with record_collectives() as moved:
             out += [refusal(functools.partial(flow.to_global, x, everywhere(), sbp)) for sbp in (B, S(0), P)]
         assert [m for m in moved if m.kind != "all_gather_object"][3:] == []  # the ones that `refusal` sums
     return out

@@ -23,7 +23,7 @@ from torch.nn.utils import weight_norm as older_weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.parallel.adapters import layers_in
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -369,7 +369,7 @@ def traffic(named: str) -> list[str]:
         for kind in ("none", "lora", "of all", "tables and heads", "copies", "scaled", "somebody's own"):
             model = flow.parallelize(made(kind, CLASSES[named]), everyone, plan)
             model(words)
-            with comms() as log:
+            with record_collectives() as log:
                 model(words)
             sent[kind] = Counter(t.kind for t in log), sum(t.bytes for t in log)
         wrong += [f"{plan}, {kind}: {n}, not {sent['none']}" for kind, n in sent.items() if n != sent["none"]]

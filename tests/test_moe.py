@@ -18,7 +18,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import SbpError, ShapeError
 from globaltensor.parallel.expert_modules import expert_parameters, experts_in
@@ -162,9 +162,9 @@ def moved(model: nn.Module, plan: str, sbp: Any) -> tuple[list[str], list[str]]:
     ours = flow.parallelize(copy.deepcopy(model), everyone, plan)
     x = values(8, 8).to_global(everyone, B).to_global(sbp=sbp).requires_grad_()
     ours(x)  # plans are made
-    with comms() as there:
+    with record_collectives() as there:
         out = ours(x)
-    with comms() as back:
+    with record_collectives() as back:
         out.sum().backward()
     return [t.kind for t in there], [t.kind for t in back]
 

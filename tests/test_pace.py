@@ -1,4 +1,4 @@
-"""flow.guard: ranks that run other ops than the rest are told, with both ranks' ops and lines, before data is exchanged; those that do the same see nothing."""
+"""flow.check_ranks: ranks that run other ops than the rest are told, with both ranks' ops and lines, before data is exchanged; the others see nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ APART = {
 
 
 def told(body: Callable[[int], None]) -> str:
-    with pytest.raises(WorldError, match="the ranks went apart: all must run the same ops") as found, flow.guard():
+    with pytest.raises(WorldError, match="the ranks went apart: all must run the same ops") as found, flow.check_ranks():
         body(world().rank)
     return str(found.value)
 
@@ -84,7 +84,7 @@ def one_does_not_come() -> str:
     world().comm((0, 1)).barrier()  # made before, with the usual time: in it the other waits below
     os.environ["GLOBALTENSOR_TIMEOUT"] = "5"  # a group is made meanwhile, on a busy machine too
     try:
-        with flow.guard():
+        with flow.check_ranks():
             rows().sum().item()
             if world().rank == 0:
                 with pytest.raises(WorldError) as found:
@@ -126,7 +126,7 @@ def trained() -> list[float]:
 
 def with_and_without() -> None:
     want = trained()
-    with flow.guard():
+    with flow.check_ranks():
         assert trained() == want
     assert world().pace is None
 

@@ -14,7 +14,7 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import SbpError
@@ -206,9 +206,9 @@ def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], C
     flow.parallelize(model, placement, "tensor")
     shared = {key: value.to_global(placement, B) for key, value in batch.items()}  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with comms() as forward:
+    with record_collectives() as forward:
         loss = model(**shared).loss
-    with comms() as backward:
+    with record_collectives() as backward:
         loss.backward()
     before = loss.item()
     with flow.no_boxing():

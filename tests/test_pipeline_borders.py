@@ -15,7 +15,7 @@ from support.pool import Pool, RanksFailed
 from torch import Tensor
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.graph.pipeline import Action, Edge, Pipeline, Schedule, Stage, schedule
@@ -162,9 +162,9 @@ def test_gradients_of_global_parameters_are_summed_once_after_the_run() -> None:
         edges = [Edge(-1, 0, 0, 0, rows, rows, False)]
         by_hand = Schedule("by hand", 1, 2, (tuple(Action(kind, 0, m) for m in (0, 1) for kind in "FIW"),), (0,))
         pipeline = Pipeline({0: Stage(function, [], (0, loss))}, [where], edges, by_hand)
-        with comms() as during:
+        with record_collectives() as during:
             pipeline.run({0: [{0: part(values(5, 3, seed=m), rows, rank)} for m in (0, 1)]}, 0.5)
-        with comms() as after:
+        with record_collectives() as after:
             grad = weight.grad.to_local()
         return [t.kind for t in during], [t.kind for t in after], grad.clone()
 

@@ -15,7 +15,7 @@ from support.pool import Pool, RanksFailed, run_on
 from torch import Tensor
 
 from globaltensor.boxing import box
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import ScheduleError, WorldError
@@ -323,7 +323,7 @@ def test_pieces_and_no_more_are_sent() -> None:
 
     def run() -> list[tuple[str, tuple[int, ...], int]]:
         pipeline, inputs, _ = build(c, schedule(c.name, c.lanes, c.micros))
-        with comms() as log:
+        with record_collectives() as log:
             pipeline.run(inputs)
         return [tuple(t) for t in log if t.kind == "send"]  # type: ignore[misc]
 

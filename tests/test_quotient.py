@@ -13,7 +13,7 @@ from torch import Tensor
 import globaltensor as flow
 from globaltensor._ops.rules.deferred_mean import DeferredMean
 from globaltensor._tensor.gradients.reducer import no_sync, reducer
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -200,7 +200,7 @@ USES: list[Uses] = [
 
 
 def run(use: Uses, kept: str, shape: tuple[int, ...], rides: bool) -> None:
-    flow.counts_ride(rides)
+    flow.fuse_loss_count(rides)
     everyone = flow.placement("cpu", torch.arange(4).reshape(shape).tolist())
     x, target, weight = data(kept)
     plain = weight.clone().requires_grad_()
@@ -256,14 +256,14 @@ def test_ranks_may_differ_in_who_looks() -> None:
 
 def traffic() -> list[str]:
     """By what is done with the loss: where a step has other collectives than it should."""
-    flow.counts_ride()
+    flow.fuse_loss_count()
     everyone = flow.placement.all("cpu")
     x, target, weight = data("some")
     ours = weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
     samples, targets = (t.to_global(everyone, B).to_global(sbp=S(0)) for t in (x, target))  # type: ignore[attr-defined]
 
     def step(read: str) -> list[str]:
-        with comms() as log:
+        with record_collectives() as log:
             loss = F.cross_entropy(samples @ ours, targets)
             if read == "before":
                 loss.item()
@@ -290,7 +290,7 @@ def test_the_count_rides_with_the_gradients() -> None:
 
 def narrow() -> None:
     """Counts that a bucket's dtype cannot hold do not ride in it."""
-    flow.counts_ride()
+    flow.fuse_loss_count()
     everyone, draw = flow.placement.all("cpu"), torch.Generator().manual_seed(2)
     x, weight = torch.randn(700, 3, generator=draw).bfloat16(), torch.randn(3, 4, generator=draw).bfloat16()
     target = torch.randint(0, 4, (700,), generator=draw)
@@ -298,7 +298,7 @@ def narrow() -> None:
     plain, ours = weight.clone().requires_grad_(), weight.to_global(everyone, B).requires_grad_()  # type: ignore[attr-defined]
     backward(x, target, plain)
     logits, targets = ours_of(x, ours, target)
-    with comms() as log:
+    with record_collectives() as log:
         F.cross_entropy(logits, targets).backward()
     assert [t.bytes for t in log] in ([8, 24], [24, 8])
     torch.testing.assert_close(ours.grad.float().to_local(), plain.grad.float(), rtol=0.02, atol=1e-3)  # type: ignore[union-attr]

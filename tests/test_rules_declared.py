@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 BY_ROWS = "a b -> a b"
@@ -41,7 +41,7 @@ def rows() -> Any:
 
 def how(twice: Callable[[Tensor], Tensor], x: Any) -> str:
     """The traffic of a call and how its result lies."""
-    with warnings.catch_warnings(), comms() as log:
+    with warnings.catch_warnings(), record_collectives() as log:
         warnings.simplefilter("ignore")
         out: Any = twice(x)
     assert torch.equal(out.to_global(sbp=B).to_local(), torch.arange(12.0).view(4, 3) * 2)

@@ -15,7 +15,7 @@ from support.everywhere import compare, full
 from support.oracle import check
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 
 
@@ -406,10 +406,10 @@ def test_traffic(row: Any) -> None:
     def run() -> tuple[list[str], list[str]]:
         placement = flow.placement("cpu", [0, 1])
         ours = [x(*shape).to_global(placement=placement, sbp=flow.sbp.broadcast).to_global(placement=placement, sbp=s).detach() for shape, s in operands]
-        with comms() as there:
+        with record_collectives() as there:
             out = function(*[t.requires_grad_() for t in ours])
         total = out.sum() if out.ndim else out
-        with comms() as back:
+        with record_collectives() as back:
             torch.autograd.grad(total, ours)
         return [c.kind for c in there], [c.kind for c in back]
 
@@ -422,9 +422,9 @@ def test_cross_entropy_traffic() -> None:
         logits = x(10, 7).to_global(placement=placement, sbp=flow.sbp.broadcast).to_global(placement=placement, sbp=sbp).detach().requires_grad_()
         target = ids(7, 10).to_global(placement=placement, sbp=flow.sbp.broadcast)
         target = target.to_global(placement=placement, sbp=sbp) if sbp.dim == 0 else target
-        with comms() as there:
+        with record_collectives() as there:
             loss = F.cross_entropy(logits, target)
-        with comms() as back:
+        with record_collectives() as back:
             torch.autograd.grad(loss, logits)
         return [c.kind for c in there], [c.kind for c in back]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PlacementError
 
@@ -55,7 +55,7 @@ def test_numbers_meet_where_the_tensor_lies() -> None:
 
     def body() -> tuple[np.ndarray, list[int], list[str]]:
         x, y = spread(first, [0], B), spread(second, [1, 2], S(0))
-        with comms() as log:
+        with record_collectives() as log:
             out = x * y.sum()
         return out.numpy(), out.placement.flat, [t.kind for t in log]
 

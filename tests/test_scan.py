@@ -14,7 +14,7 @@ from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.cluster import Cluster, use_cluster
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.sbp import Sbp, broadcast, split
 
@@ -171,11 +171,11 @@ N, WIDTH = 64, 3
 
 def traffic(function: Callable[..., Any]) -> tuple[Any, list[str], int, list[str], int]:
     ours = x(N, WIDTH).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0)).detach().requires_grad_()
-    with comms() as there:
+    with record_collectives() as there:
         out = function(ours)
     first = out[0] if isinstance(out, tuple) else out
     total = first.sum() if first.requires_grad else None
-    with comms() as back:
+    with record_collectives() as back:
         if total is not None:
             total.backward()
     return first.sbp[0].short, [t.kind for t in there], sum(t.bytes for t in there), [t.kind for t in back], sum(t.bytes for t in back)
@@ -210,7 +210,7 @@ def test_argmax_of_all_moves_two_numbers() -> None:
 def sort_traffic(n: int, function: Callable[..., Any], width: int) -> tuple[Any, list[str], int]:
     shape = (n, width) if width else (n,)
     ours = x(*shape).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
-    with comms() as log:
+    with record_collectives() as log:
         out = function(ours)
     return (out if isinstance(out, torch.Tensor) else out[0]).sbp[0].short, [t.kind for t in log if t.kind != "all_reduce"], sum(t.bytes for t in log)
 

@@ -20,9 +20,9 @@ from globaltensor.errors import ScheduleError
 from globaltensor.graph.pipeline import (
     check,
     default_schedule,
-    in_flight,
     max_activations,
     parse_schedule,
+    peak_activations,
     resolve_schedule,
     save_trace,
     schedule,
@@ -194,7 +194,7 @@ def test_zero_bubbles_with_equal_costs(p: int) -> None:
 
 def test_memory_as_in_the_papers() -> None:
     p, m = 4, 12
-    held = {name: in_flight(schedule(name, layout(name, p), m)) for name in (*TRAINING, "forward")}
+    held = {name: peak_activations(schedule(name, layout(name, p), m)) for name in (*TRAINING, "forward")}
     assert held == {
         "gpipe": (12,) * 4,
         "1f1b": (4, 3, 2, 1),
@@ -212,7 +212,7 @@ def test_eager_1f1b_hides_transfers() -> None:
     """A forward that comes back as a gradient crosses twice; with transfers as long as a forward plain 1f1b waits for them in each round, eager does not."""
     plain, eager = (simulate(schedule("1f1b", range(4), 16, eager=e), {"F": 1.0, "B": 2.0}, transfer=1.0) for e in (False, True))
     assert eager.makespan == 3 * (16 + 3) + 2 * 3 < plain.makespan
-    assert in_flight(schedule("1f1b", range(4), 16, eager=True)) == (7, 5, 3, 1)
+    assert peak_activations(schedule("1f1b", range(4), 16, eager=True)) == (7, 5, 3, 1)
 
 
 def test_best() -> None:
@@ -389,7 +389,7 @@ def test_the_simulator_finds_the_longest_path(data: Any) -> None:
     run, ends = simulate(s, costs, travel, edges=edges), longest(s, costs, travel, edges)
     assert {span.action: span.end for span in run.spans} == {a: end for a, end in ends.items() if isinstance(a, Action)}
     assert all(span.end - span.start == costs[span.action.kind, span.action.stage] and span.lane == s.lanes[span.action.stage] for span in run.spans)
-    assert run.in_flight == in_flight(s)
+    assert run.in_flight == peak_activations(s)
     assert simulate(s, costs, travel, edges=edges) == run
     assert simulate(s, costs, travel) == simulate(s, costs, travel, edges=edges)  # transfers name their edges
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from globaltensor.distributed.communicator import Traffic, combine, comms
+from globaltensor.distributed.communicator import Traffic, combine, record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import ProcessWorld, World, world
 from globaltensor.errors import WorldError
@@ -25,7 +25,7 @@ def test_collectives_keep_the_order_of_ranks() -> None:
         here, comm = world().rank, world().comm(order)
         t = torch.full((here,), here)
         sends = [torch.full((2,), 10 * here + r) for r in order]
-        with comms() as log:
+        with record_collectives() as log:
             out = (
                 [p.tolist() for p in comm.all_gather(t, list(order))],
                 comm.all_reduce(torch.tensor([here, 1])).tolist(),

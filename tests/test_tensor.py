@@ -21,7 +21,7 @@ from support.everywhere import full
 from support.pool import run_on
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.sbp import partial_max
 
@@ -97,7 +97,7 @@ def test_local_to_global() -> None:
     same(mine.to_global(line(), B), torch.zeros(2, 3).double())
     assert mine[0, 0] == rank(), "the local tensor stays as it is"
     same(torch.arange(2.0 - rank()).to_global(line(), S(0)), torch.tensor([0.0, 1.0, 0.0]))
-    with comms() as log:
+    with record_collectives() as log:
         mine.to_global(line(), S(0), check_meta=False)
     assert not log
     shared = mine.to_global(line(), S(0))
@@ -200,10 +200,10 @@ def test_repr() -> None:
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
-    simulate(2, lambda: flow.show(spread(values(4, 6), S(1)), file=file if rank() == 0 else io.StringIO()))
+    simulate(2, lambda: flow.visualize_sharding(spread(values(4, 6), S(1)), file=file if rank() == 0 else io.StringIO()))
     assert "f64[4, 6] S(1)  on cpu [0, 1]" in file.getvalue()
     assert "rank 1  [1]  [4, 3]  x[:, 3:6]" in file.getvalue()
-    simulate(1, lambda: flow.show(spread(values(2), B)))
+    simulate(1, lambda: flow.visualize_sharding(spread(values(2), B)))
     assert "rank 0" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from test_example_gpt import example
 from test_training import SUMS, TABLE
 
 import globaltensor as flow
-from globaltensor.distributed.communicator import Traffic, comms
+from globaltensor.distributed.communicator import Traffic, record_collectives
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -78,9 +78,9 @@ OPS: list[tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], Any]], Any,
 
 def run_op(function: Callable[..., Any], operands: list[tuple[tuple[int, ...], Any]]) -> tuple[Any, list[str], list[str]]:
     ours = [leaf(*o) for o in operands]
-    with comms() as there:
+    with record_collectives() as there:
         out = function(*ours)
-    with comms() as back:
+    with record_collectives() as back:
         out.sum().backward()
     assert all(x.grad is None or x.grad.sbp == x.sbp for x in ours)
     return out.sbp[0].short, kinds(there), kinds(back)
@@ -96,9 +96,9 @@ def test_ops(row: Any, n: int) -> None:
 
 def run_embedding(weight: Any, at: Any) -> tuple[Any, list[str], list[str]]:
     table, index = leaf((40, 16), weight), ids(40, 8, 6, sbp=at)
-    with comms() as there:
+    with record_collectives() as there:
         out = F.embedding(index, table)
-    with comms() as back:
+    with record_collectives() as back:
         out.sum().backward()
     return out.sbp[0].short, kinds(there), kinds(back)
 
@@ -111,9 +111,9 @@ def test_embedding() -> None:
 
 def run_cross_entropy(sbp: Any, at: Any) -> tuple[list[str], list[int], list[str]]:
     logits, target = leaf((64, 40), sbp), ids(40, 64, sbp=at)
-    with comms() as there:
+    with record_collectives() as there:
         loss = F.cross_entropy(logits, target)
-    with comms() as back:
+    with record_collectives() as back:
         loss.backward()
     return kinds(there), [t.bytes for t in there], kinds(back)
 
@@ -142,16 +142,16 @@ class Net(nn.Module):
 
 def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, list[Traffic]]:
     found = {}
-    with comms() as found["forward"]:
+    with record_collectives() as found["forward"]:
         loss = model(x).square().mean()
-    with comms() as found["backward"]:
+    with record_collectives() as found["backward"]:
         loss.backward()
-    with comms() as found["clip"]:
+    with record_collectives() as found["clip"]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with comms() as found["step"]:
+    with record_collectives() as found["step"]:
         optimizer.step()
         optimizer.zero_grad()
-    with comms() as found["item"]:
+    with record_collectives() as found["item"]:
         loss.item()
     return found
 
@@ -203,9 +203,9 @@ def test_a_tensor_parallel_step() -> None:
         model = Net().to_global(flow.placement.all("cpu"), table)
         model.down.register_forward_hook(lambda m, i, o: o.to_global(sbp=B))
         x = torch.ones(64, 32).to_global(flow.placement.all("cpu"), B)
-        with comms() as there:
+        with record_collectives() as there:
             loss = model(x).square().mean()
-        with comms() as back:
+        with record_collectives() as back:
             loss.backward()
         return [kinds(there), kinds(back)[:1], len(back)]
 
@@ -230,12 +230,12 @@ def test_accumulated_gradients_are_reduced_once() -> None:
     def run() -> list[Any]:
         model = Net().to_global(flow.placement.all("cpu"), B)
         x = torch.ones(8, 32).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
-        with comms() as quiet, flow.no_sync():
+        with record_collectives() as quiet, flow.no_sync():
             for _ in range(3):
                 model(x).square().mean().backward()
-        with comms() as last:
+        with record_collectives() as last:
             model(x).square().mean().backward()
-        with comms() as reading:
+        with record_collectives() as reading:
             _ = [p.grad for p in model.parameters()]
         return [kinds(quiet), kinds(last), kinds(reading)]
 
@@ -250,7 +250,7 @@ def test_clipping_takes_one_reduction(sbp: Any, order: float, foreach: bool | No
         model = nn.ParameterList([leaf((8, 4), sbp), leaf((6,), sbp), leaf((4, 4), B)])
         for p in model:
             p.grad = p.detach() * 2
-        with comms() as log:
+        with record_collectives() as log:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, order, foreach=foreach)
         return kinds(log), float(norm)
 
@@ -271,9 +271,9 @@ def gpt_traffic(table: Any, batch: Any, outputs: Any) -> list[Any]:
     rows = torch.randint(0, 64, (8, 7), generator=torch.Generator().manual_seed(0)).to_global(placement, B).to_global(sbp=batch)
     found = []
     for _ in range(2):
-        with comms() as there:
+        with record_collectives() as there:
             loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        with comms() as back:
+        with record_collectives() as back:
             loss.backward()
         found.append((kinds(there), kinds(back)))
     return found
@@ -301,7 +301,7 @@ def test_a_gpt() -> None:
 def test_what_never_communicates() -> None:
     def run() -> list[str]:
         x = leaf((8, 4), S(0)).detach()
-        with comms() as log:
+        with record_collectives() as log:
             _ = x.shape, x.sbp, x.detach(), x.clone(), x.float(), x.to_local(), x.t(), x[:, 1], x.zero_(), x.mul_(2), copy.deepcopy(x), x.contiguous()
             _ = torch.zeros_like(x), flow.ones(8, placement=x.placement, sbp=S(0)), flow.randn(8, placement=x.placement, sbp=S(0)), x.unbind(1)
         return kinds(log)

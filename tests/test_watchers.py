@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import globaltensor as flow
 from globaltensor._ops.rules.deferred_mean import DeferredMean
 from globaltensor._tensor.gradients.reducer import reducer
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 
 _pools: dict[int, Pool] = {}
 
@@ -243,7 +243,7 @@ def waited(task: Task) -> bool:
 
 def apart(task: Task) -> bool:
     """Whether that number needs a message of its own."""
-    with comms() as log:
+    with record_collectives() as log:
         task.step()
     return [t.bytes for t in log] != [(7 * 5 + 1) * 8]
 
@@ -251,7 +251,7 @@ def apart(task: Task) -> bool:
 def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
     """What is wrong with a look, or with the passes after it."""
     ours, plain = Task(False), Task(True)
-    flow.counts_ride(rides)
+    flow.fuse_loss_count(rides)
     found = []
     for _ in range(2 * rides):
         ours.step()
@@ -265,7 +265,7 @@ def after(looks: Callable[[Task], Any], rides: bool) -> list[str]:
     plain.step()
     if not torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad, rtol=1e-12):  # type: ignore[union-attr,arg-type]
         found.append("other numbers afterwards")
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     # Of what goes without an end the ranks have to tell each other first.
     return found + [f"slow: {n} passes afterwards" for n, is_slow in enumerate(slow) if is_slow and (n > 0 or not rides or looks in ENDED)]
 
@@ -281,7 +281,7 @@ def test_the_pass_after_a_look_is_fast_again() -> None:
 
 def held_on_one_rank() -> list[tuple[bool, bool]]:
     """(whether the number travels with the gradients, whether these are right) of passes after a look; what looked stays on the first rank for some of them."""
-    flow.counts_ride()
+    flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
     ours.step(Doubled.apply)
@@ -294,7 +294,7 @@ def held_on_one_rank() -> list[tuple[bool, bool]]:
             kept.clear()
         rode = not apart(ours)
         found.append((rode, torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad)))  # type: ignore[union-attr,arg-type]
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     return found
 
 
@@ -323,18 +323,18 @@ def accumulating() -> bool:
     """Whether passes are slow after a graph that adds up those of micro-batches."""
     gc.collect()
     task = Task(False)
-    flow.counts_ride()
+    flow.fuse_loss_count()
     for _ in range(3):  # the ranks tell each other that what looked in earlier tests has gone
         task.step()
     assert not apart(task)
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     task.loss = None
     graph = Accumulating(task)
     for _ in range(2):
         graph(task.x[:8], task.target[:8])
-    flow.counts_ride()
+    flow.fuse_loss_count()
     slow = apart(task)
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     return slow
 
 
@@ -344,7 +344,7 @@ def test_a_graph_of_micro_batches_leaves_no_trace() -> None:
 
 def fewer_ranks() -> list[bool]:
     """Leaves of the first two ranks keep contributions that are not summed; the others do not know of them."""
-    flow.counts_ride()
+    flow.fuse_loss_count()
     ours, plain = Task(False), Task(True)
     plain.step()
     few = flow.placement("cpu", [0, 1])
@@ -358,7 +358,7 @@ def fewer_ranks() -> list[bool]:
             found.append(other.grad.to_global(everyone(), B).tolist() == [2.0] * 7)  # type: ignore[union-attr]
         ours.step()
         found.append(torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad))  # type: ignore[union-attr,arg-type]
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     return found
 
 
@@ -395,7 +395,7 @@ def gathered(through: str) -> tuple[bool, bool]:
     x = torch.ones(128, 64).to_global(everyone(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
     def step() -> list[str]:
-        with comms() as log:
+        with record_collectives() as log:
             model(x).sum().backward()
         return [t.kind for t in log]
 
@@ -410,7 +410,7 @@ def gathered(through: str) -> tuple[bool, bool]:
 
 def after_a_divergence() -> tuple[bool, list[bool]]:
     """(whether the ranks have diverged, what is apart in later passes) where one rank alone has hooked into a leaf."""
-    flow.counts_ride()
+    flow.fuse_loss_count()
     for _ in range(2):
         Task(False).step()
     task, handle = Task(False), None
@@ -431,7 +431,7 @@ def after_a_divergence() -> tuple[bool, list[bool]]:
         later = Task(False)
         found.append(apart(later))
         assert torch.allclose(torch.tensor(later.weight.grad.tolist(), dtype=torch.float64), gradient_alone())  # type: ignore[union-attr]
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     return diverged, found
 
 
@@ -452,7 +452,7 @@ def made_by_one_rank() -> tuple[list[bool], list[bool]]:
     """What is apart in passes around which one rank alone copies leaves and reads them from memory, and in those in which all ranks use such a leaf, of which
     each has a part that nobody sums."""
     gc.collect()
-    flow.counts_ride()
+    flow.fuse_loss_count()
     value = torch.linspace(-1, 1, 14, dtype=torch.float64).view(7, 2)
     leaf = torch.nn.Parameter(value.to_global(everyone(), B).to_global(sbp=S(1)))  # type: ignore[attr-defined]
     data = pickle.dumps(leaf)
@@ -474,7 +474,7 @@ def made_by_one_rank() -> tuple[list[bool], list[bool]]:
         plain.step()
         assert torch.allclose(torch.tensor(ours.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad), i  # type: ignore[union-attr,arg-type]
         assert torch.allclose(torch.tensor(mine.grad.tolist(), dtype=torch.float64), alone.grad), i  # type: ignore[arg-type]
-    flow.counts_ride(False)
+    flow.fuse_loss_count(False)
     return before, used
 
 

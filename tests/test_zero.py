@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
 from globaltensor._tensor.gradients import parameter_gather
-from globaltensor.distributed.communicator import comms
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.optim.zero import Zero, ZeroError, shares_of
@@ -510,10 +510,10 @@ def _traffic(stage: int) -> None:
     train(model, [optimizer], place, sbp, [0, 1], False)
     x, y = (t.to_global(place, B).to_global(sbp=sbp) for t in batch(2))  # type: ignore[attr-defined]
     loss = loss_of(model, x, y)
-    with comms() as log:
+    with record_collectives() as log:
         loss.backward()
     assert [t.kind for t in log if t.bytes > 100] == [["all_reduce"], ["reduce_scatter"], ["reduce_scatter"]][stage - 1]
-    with comms() as log:
+    with record_collectives() as log:
         optimizer.step()
     assert [t.kind for t in log] == ([] if stage == 3 else ["all_gather"])
 
@@ -533,7 +533,7 @@ def _freed() -> None:
     for _ in range(2):
         with parameter_gather.reshard_after_forward():
             loss = loss_of(model, x, y)
-        with comms() as log:
+        with record_collectives() as log:
             loss.backward()
         assert any(t.kind == "all_gather" for t in log), "gathered again on the way back"
         loss_of(plain, *batch(0)).backward()
@@ -586,7 +586,7 @@ def _bfloat16() -> None:
     place = flow.placement.all("cpu")
     for stage in (1, 2, 3):
         layer = nn.Linear(8, 16).bfloat16().to_global(place, B)  # type: ignore[operator]
-        flow.reduce_dtype(layer, torch.float32)
+        flow.set_grad_reduce_dtype(layer, torch.float32)
         optimizer = optim.SGD(layer.parameters(), lr=0.1)
         Zero([optimizer], stage, 1).attach()
         x = torch.ones(4, 8, dtype=torch.bfloat16).to_global(place, B).to_global(sbp=S(0))  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ def check_replicas(*targets: torch.nn.Module | torch.optim.Optimizer | torch.Ten
     compared along the axes on which it is broadcast, a plain one between all ranks. Raises DivergenceError, on every rank, naming tensors and ranks.
 
     Ranks that run the same operations keep their replicas equal, and each collective compares the operations; what writes into ``to_local()`` on one rank,
-    or loads other files there, is seen here. `flow.guard` does the same for every operand.
+    or loads other files there, is seen here. `flow.check_ranks` does the same for every operand.
 
     >>> import globaltensor as flow
     >>> check_replicas(torch.nn.Linear(4, 2).to_global(flow.placement("cpu", [0]), flow.sbp.broadcast))

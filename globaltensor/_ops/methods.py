@@ -153,7 +153,7 @@ class _ToLocal(torch.autograd.Function):
 
 def tensor_to_local(self: GlobalTensor, *, grad_sbp: Any = None, copy: bool = False) -> torch.Tensor:
     """This rank's part, an ordinary tensor; empty on a rank outside the placement. No communication, save for a parameter that ZeRO keeps in shares, a view
-    that had to move and whose base was written into since, and, where `counts_ride`, a mean loss before its backward pass. ``grad_sbp``: how the gradients
+    that had to move and whose base was written into since, and, where `fuse_loss_count`, a mean loss before its backward pass. ``grad_sbp``: how the gradients
     that come back on the ranks belong together. Default: the dual of the sbp, so of a broadcast tensor they are summed; where every rank computes the same
     from it, say ``grad_sbp=broadcast``.
     """

@@ -1,4 +1,4 @@
-"""Global tensors need every rank to run the same ops in the same order. ``guard`` compares what the ranks do, and says where they went apart.
+"""Global tensors need every rank to run the same ops in the same order. ``check_ranks`` compares what the ranks do, and says where they went apart.
 
 Before each collective of global tensors its ranks tell each other what they have run so far and what the collective is for: by messages of one size, in a
 group of its own, so that ranks that do different things neither hang nor read each other's data as something else.
@@ -32,7 +32,7 @@ from ..sharding.sbp import Sbp
 from .call_plan import name_of
 from .check_replicas import replica_ranks
 
-__all__ = ["guard"]
+__all__ = ["check_ranks"]
 
 _BYTES: Final = 4096  # of a message
 _KEPT: Final = 12  # ops that a message tells of
@@ -225,7 +225,7 @@ def _shown(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def guard() -> Iterator[None]:
+def check_ranks() -> Iterator[None]:
     """Compare, within the block, what the ranks run on global tensors, and name both ranks, operations and lines where they diverge.
 
     Without it each collective compares a digest of what was run: ranks that diverge are told, but not which operation it was. With it each collective costs a
@@ -234,7 +234,7 @@ def guard() -> Iterator[None]:
     DivergenceError, and WorldError within GLOBALTENSOR_TIMEOUT seconds where a rank does not come, saying where the others were last.
 
     >>> import globaltensor as flow
-    >>> with guard():
+    >>> with check_ranks():
     ...     _ = flow.ones(4, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0)).sum()
     """
     here = world()

@@ -1,4 +1,4 @@
-"""``flow.show(x)``: who holds what of a global tensor, drawn for a terminal. From the spec alone; nothing communicates."""
+"""``flow.visualize_sharding(x)``: who holds what of a global tensor, drawn for a terminal. From the spec alone; nothing communicates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 
-__all__ = ["drawing", "show"]
+__all__ = ["drawing", "visualize_sharding"]
 
 _WIDTH, _MOST_RANKS = 48, 64
 
 
-def show(x: GlobalTensor | Spec, file: Any = None) -> None:
+def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
     """Print which rank holds which part of ``x`` (a global tensor or a Spec) to ``file`` (standard output).
 
     >>> import globaltensor as flow
@@ -35,7 +35,7 @@ def show(x: GlobalTensor | Spec, file: Any = None) -> None:
 
 
 def drawing(spec: Spec) -> str:
-    """The text of ``show``."""
+    """The text of ``visualize_sharding``."""
     where = spec.placement
     lines = [f"{spec!r}  on {where.type} {where.ranks.tolist()}"]
     shown = where.flat[:_MOST_RANKS]

@@ -37,8 +37,8 @@ __all__ = [
     "Traffic",
     "as_bytes",
     "combine",
-    "comms",
     "flatten",
+    "record_collectives",
 ]
 
 #: Up to this many bytes an all-reduce gathers all and adds locally: one round instead of two. Between two ranks that sends no more bytes, so it always does.
@@ -115,10 +115,10 @@ class CompletedHandle:
 
 
 @contextmanager
-def comms() -> Iterator[list[Traffic]]:
+def record_collectives() -> Iterator[list[Traffic]]:
     """Record the collectives of this rank, forward and backward, for as long as the block lasts.
 
-    >>> with comms() as log:
+    >>> with record_collectives() as log:
     ...     pass
     >>> log
     []
@@ -238,7 +238,7 @@ class Communicator(ABC):
     # Comparing what ranks do
 
     def _enter(self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = "") -> None:
-        """A collective begins: let its digest be compared, and under flow.guard its operations too. Raises DivergenceError."""
+        """A collective begins: let its digest be compared, and under flow.check_ranks its operations too. Raises DivergenceError."""
         world = self.world
         if world.pace is not None:
             world.pace.meet(self, kind)

@@ -3,7 +3,7 @@
 Global tensors need every rank to run the same operations in the same order. A `History` is the digest of one set of ranks: dispatch, boxing, optimizers and
 graphs record there what they run. A communicator adds the collective itself and compares the result with the other ranks: shared memory carries it in the
 note that announces the data; other transports compare it in a message of its own, before the data moves (`CompareRule`). Where digests differ, ranks exchange
-a `Report` each and raise the same error. So a program whose ranks diverged does not end with exit code 0; `flow.guard` adds which operation it was.
+a `Report` each and raise the same error. So a program whose ranks diverged does not end with exit code 0; `flow.check_ranks` adds which operation it was.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def describe(reports: Sequence[Report]) -> str:
     lines = [f"{_at(first)}the ranks have diverged: all must run the same operations on global tensors, in the same order"]
     lines += [f"  rank {r.rank} is at {r.place}" for r in (first, other)]
     lines += _only_there(first, other) or [
-        "  they have run the same operations, but with other numbers, other values of arguments, or in another order: flow.guard() shows which"
+        "  they have run the same operations, but with other numbers, other values of arguments, or in another order: flow.check_ranks() shows which"
     ]
     lines.append(_ADVICE)
     return "\n".join(lines)
@@ -183,7 +183,7 @@ def _at_end(rank: int, operations: list[str], other: int, other_operations: list
         if text is not None:
             lines.append(f"  rank {me} has run {text[:_SHOWN]}, which rank {rank + other - me} has not")
     if len(lines) == 1:
-        lines.append("  they differ in numbers, in values of arguments or in the order of operations: flow.guard() shows where")
+        lines.append("  they differ in numbers, in values of arguments or in the order of operations: flow.check_ranks() shows where")
     lines.append(_ADVICE)
     return "\n".join(lines)
 

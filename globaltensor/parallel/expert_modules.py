@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._ops.rules.experts import TokenFunction, experts
+from .._ops.rules.experts import TokenFunction, moe_experts
 from .._tensor.global_tensor import GlobalTensor
 from ..errors import ShapeError
 
@@ -77,7 +77,7 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
     if index.dim() != 2:
         index, weights = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
     function = _OnParts(weakref.ref(module), tuple(own), tuple(common))
-    out = experts(tokens, index, weights, *[parameters[name] for name in own], function=function, shared=tuple(common.values()))
+    out = moe_experts(tokens, index, weights, *[parameters[name] for name in own], function=function, shared=tuple(common.values()))
     return out if hidden.dim() == 2 else out.reshape(hidden.shape)
 
 

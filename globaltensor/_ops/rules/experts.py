@@ -29,14 +29,14 @@ from .grouped_linear import gated
 from .helpers import register, zeros_connected
 from .notation import Arg, LocalContext, OpDescription, Signature
 
-__all__ = ["TokenFunction", "experts"]
+__all__ = ["TokenFunction", "moe_experts"]
 
 #: (rows sorted by expert, rows of each expert, parameters...) -> results of the rows
 Function = Callable[..., Tensor]
 
 
 class TokenFunction(ABC):
-    """A function for `experts` that can also take tokens as they are, where this rank has all experts."""
+    """A function for `moe_experts` that can also take tokens as they are, where this rank has all experts."""
 
     @abstractmethod
     def __call__(self, rows: Tensor, counts: Sequence[int], *parameters: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class TokenFunction(ABC):
         """Tokens, their experts and weights -> the weighted sums of the results, like ``x``."""
 
 
-def experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
+def moe_experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
     """``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens, hidden] -> [tokens, hidden], of the dtype of ``x``.
 
     ``index``, ``weights`` [tokens, k]: the experts of each token and how much each counts; a number that is no expert's counts for nothing.
@@ -69,7 +69,7 @@ def experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, func
     """
     tensors = (x, index, weights, *parameters, *shared)
     if has_torch_function(tensors):
-        return handle_torch_function(experts, tensors, x, index, weights, *parameters, function=function, shared=shared)
+        return handle_torch_function(moe_experts, tensors, x, index, weights, *parameters, function=function, shared=shared)
     _check(x, index, weights, parameters)
     return _run(x, index, weights, parameters, shared, function, _Homes((0,), 0, ((0, parameters[0].shape[0]),), parameters[0].shape[0]))
 
@@ -128,7 +128,7 @@ def _first(entry: Sbp) -> bool:
     return entry is not broadcast and entry.is_split and entry.dim == 0
 
 
-register(experts, _describe)
+register(moe_experts, _describe)
 
 
 # ---------------------------------------------------------------------------------------------------------------- what a rank runs

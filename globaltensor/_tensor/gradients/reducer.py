@@ -31,14 +31,14 @@ __all__ = [
     "LeafGradient",
     "Reducer",
     "attach",
-    "counts_ride",
     "detach",
     "dtype_of_sum",
+    "fuse_loss_count",
     "no_sync",
     "observe_gradients",
-    "reduce_dtype",
     "reduce_gradient",
     "reducer",
+    "set_grad_reduce_dtype",
     "settle",
 ]  # fmt: skip
 
@@ -239,7 +239,7 @@ class Reducer:
         self.queued = False
         self.before: list[Callable[[], None]] = []
         self.owed: PendingScale | None = None  # what every gradient of the pass under way has yet to be multiplied by
-        self.rides = False  # whether such numbers may travel with gradients (`counts_ride`)
+        self.rides = False  # whether such numbers may travel with gradients (`fuse_loss_count`)
         self.asked = False  # for the last such number before a backward pass could bring it
         self.watchers = Watchers()  # what may see gradients before they come here (hooks, leaves of other kinds): then none may be owed anything
         self._always: Watcher | None = None
@@ -515,17 +515,17 @@ def no_sync() -> Iterator[None]:
         yield
 
 
-def reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
+def set_grad_reduce_dtype(target: Target, dtype: torch.dtype | None) -> Target:
     """Sum the gradients of a global tensor, or of a module's global parameters, over the ranks in ``dtype``, then cast them back; returns ``target``.
 
-    For parameters in bfloat16 or float16: ``flow.reduce_dtype(model, torch.float32)`` rounds once what otherwise may be rounded at each addition, and sends
-    twice the bytes. Holds for the sums that data parallelism and sharded parameters need (all-reduce, reduce-scatter). None: in the gradient's own dtype.
+    For parameters in bfloat16 or float16: ``flow.set_grad_reduce_dtype(model, torch.float32)`` rounds once what otherwise may be rounded at each addition, and
+    sends twice the bytes. Holds for the sums that data parallelism and sharded parameters need (all-reduce, reduce-scatter). None: in the gradient's own dtype.
     The same on every rank. Raises GlobalTensorError for a dtype that is not a real floating one. (``MixedPrecision.reduce_dtype`` of torch's FSDP.)
 
     >>> import torch
     >>> import globaltensor as flow
     >>> model = torch.nn.Linear(4, 2).bfloat16().to_global(flow.placement("cpu", [0]), flow.sbp.broadcast)
-    >>> model = flow.reduce_dtype(model, torch.float32)
+    >>> model = flow.set_grad_reduce_dtype(model, torch.float32)
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise GlobalTensorError(f"reduce_dtype: gradients are summed in a floating dtype such as torch.float32, not {dtype}")
@@ -542,7 +542,7 @@ def observe_gradients(local: torch.Tensor) -> None:
     reducer().watchers.of(local)
 
 
-def counts_ride(mode: bool = True) -> None:
+def fuse_loss_count(mode: bool = True) -> None:
     """Let the number of targets that a mean loss divides by travel with the gradients of its backward pass: one collective less in each data-parallel step.
 
     It is a promise of the program that all ranks do the same with losses and gradients on their way: before a backward pass all or none read the loss

@@ -86,7 +86,7 @@ class P2PCommunicator(Communicator):
         if purpose.startswith(READING):
             reads = f"rank {self.world.rank} reads the value of a global tensor here, and other ranks do not"
             return WorldError(f"{user_line()}\n{reads}. {READING_ADVICE}\n({told})")
-        return WorldError(f"{told} (flow.guard() says which)")
+        return WorldError(f"{told} (flow.check_ranks() says which)")
 
 
 class _Messages:

@@ -3,7 +3,7 @@
 # The families register themselves when imported.
 from . import flush_schedules as _flushing
 from . import zero_bubble_schedules as _zero_bubble
-from .validate_schedule import check, resolve_schedule, in_flight, max_activations
+from .validate_schedule import check, resolve_schedule, peak_activations, max_activations
 from .runtime import Pipeline
 from .schedule import Action, Schedule, Span, default_schedule, parse_schedule, schedule
 from .simulate import Simulation, simulate
@@ -22,9 +22,9 @@ __all__ = [
     "Timeline",
     "check",
     "default_schedule",
-    "in_flight",
     "max_activations",
     "parse_schedule",
+    "peak_activations",
     "resolve_schedule",
     "save_trace",
     "schedule",

@@ -10,14 +10,14 @@ from typing import Any
 from ...errors import ScheduleError
 from .schedule import Action, Schedule, Span
 from .timeline import Timeline
-from .validate_schedule import Flow, in_flight, running_order
+from .validate_schedule import Flow, peak_activations, running_order
 
 __all__ = ["Simulation", "simulate"]
 
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """The timeline of a schedule. ``in_flight``: the most activations that each lane holds; ``peak_bytes``: their bytes, where bytes were given."""
+    """The timeline of a schedule. ``peak_activations``: the most activations that each lane holds; ``peak_bytes``: their bytes, where bytes were given."""
 
     schedule: Schedule | None = None
     in_flight: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ def simulate(
     seconds = list(step) if isinstance(step, Sequence) else [step] * len(free)
     steps = tuple((lane, free[lane], free[lane] + s) for lane, s in enumerate(seconds) if s)
     peak = _peak_bytes(schedule, nbytes, nbytes if kept is None else kept) if nbytes is not None else ()
-    return Simulation(tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))), len(free), steps, schedule, in_flight(schedule), peak)
+    return Simulation(tuple(sorted(spans, key=lambda s: (s.start, s.lane, s.end))), len(free), steps, schedule, peak_activations(schedule), peak)
 
 
 def _costs(costs: Mapping[Any, float]) -> Callable[[Action], float]:

@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import ScheduleError
 from .schedule import KINDS, Action, Schedule, default_schedule, find, schedule
 
-__all__ = ["Flow", "check", "in_flight", "max_activations", "resolve_schedule", "running_order", "stages_in_flight"]
+__all__ = ["Flow", "check", "max_activations", "peak_activations", "resolve_schedule", "running_order", "stages_in_flight"]
 
 _SHOWN = 8  # of the errors of one schedule
 
@@ -53,7 +53,8 @@ def check(schedule: Schedule, edges: Collection[tuple[int, int]] | None = None, 
     for _ in running_order(schedule, Flow(schedule, edges)):
         pass
     if most is not None:
-        over = [f"lane {lane} holds {held}, may hold {may}" for lane, (held, may) in enumerate(zip(in_flight(schedule), most, strict=True)) if held > may]
+        lanes = enumerate(zip(peak_activations(schedule), most, strict=True))
+        over = [f"lane {lane} holds {held}, may hold {may}" for lane, (held, may) in lanes if held > may]
         if over:
             raise ScheduleError("\n  ".join([f"schedule {schedule.name} holds too many activations:", *over]))
 
@@ -124,7 +125,7 @@ def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[A
     return f"lane {lane} at position {position} ({action}) waits for {missing}, which {where}"
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """The most activations that each lane holds at a time: those of a stage and micro-batch from F to B, or to W; none in evaluation."""
     return tuple(peak for peak, _ in map(_peaks, schedule.rows)) if schedule.trains else (0,) * len(schedule.rows)
 

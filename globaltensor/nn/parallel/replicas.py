@@ -78,7 +78,7 @@ class GlobalReplicas(Transparent, nn.Module):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Refused: raises GlobalTensorError."""
-        raise _only_locally("register_comm_hook", "flow.reduce_dtype(module, dtype) says in which dtype gradients are summed")
+        raise _only_locally("register_comm_hook", "flow.set_grad_reduce_dtype(module, dtype) says in which dtype gradients are summed")
 
     def _buffers_here(self) -> list[torch.Tensor]:
         return [b._local if isinstance(b, GlobalTensor) else b for b in self.module.buffers()]

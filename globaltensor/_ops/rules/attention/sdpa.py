@@ -33,7 +33,7 @@ from ..registry import rule
 from ..strategy import SignatureChoice
 from .ring import RingLayout, ring_attention, zigzag_chunks
 
-__all__ = ["attention"]
+__all__ = ["context_parallel"]
 
 METHODS: Final = ("auto", "ring", "heads", "gather")
 _SMALL: Final = 1 << 18  # bytes of keys and values up to which holding them all is no matter
@@ -44,7 +44,7 @@ _method: ContextVar[str] = ContextVar("globaltensor_attention", default="auto")
 
 
 @contextmanager
-def attention(method: str) -> Iterator[None]:
+def context_parallel(method: str) -> Iterator[None]:
     """How ``scaled_dot_product_attention`` works in this block where the sequence of its keys is split: "ring", "heads", "gather", or "auto".
 
     "auto" takes what moves the fewest bytes among the first two ("heads" only where the heads divide by the ranks), and "gather" for short sequences.
