@@ -24,5 +24,5 @@ def collective_message(name: str) -> str:
 
 def refuse_transforms() -> None:
     """Raise KernelError inside a transform of torch.func: its tensors stand for others, and have no memory to send."""
-    if torch_private.transforming():
+    if torch_private.innermost_transform() is not None:
         raise KernelError(kernel_message("a transform of torch.func (grad, vjp, vmap, jacrev, ...)"))

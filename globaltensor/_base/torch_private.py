@@ -495,11 +495,6 @@ def tracing() -> Any:
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
-def transforming() -> bool:
-    """Return True if a transform of torch.func is at work."""
-    return innermost_transform() is not None
-
-
 #: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see whether a kernel for causal masks would do (torch 2.0). A
 #: static graph has no values, and no public function stands between that question and the layers.
 CAUSAL_CHECK: CodeType | None = getattr(getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None), "__code__", None)

@@ -66,7 +66,7 @@ def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
     >>> from globaltensor.sbp import split, broadcast
     >>> import torch
     >>> p = placement("cpu", [0, 1])
-    >>> [m.kind for m in plan(Spec.make((4, 4), torch.float32, p, split(0)), Spec.make((4, 4), torch.float32, p, broadcast)).moves]
+    >>> [m.kind for m in plan_boxing(Spec.make((4, 4), torch.float32, p, split(0)), Spec.make((4, 4), torch.float32, p, broadcast)).moves]
     ['all_gather']
     """
     return _plan(src, dst, current_cluster())

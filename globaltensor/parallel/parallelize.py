@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, placement: Placement, plan: SbpChoice | str | 
     >>> import globaltensor as flow
     >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
     >>> model.weight.sbp
-    (globaltensor.sharding.sbp.split(dim=0),)
+    (globaltensor.sbp.split(dim=0),)
     """
     check_placement(placement)
     if not isinstance(model, nn.Module):

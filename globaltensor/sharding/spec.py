@@ -37,9 +37,9 @@ def balanced_split(n: int, parts: int, unit: int = 1) -> tuple[tuple[int, int], 
 
     Of g groups the first g mod parts parts hold one more. The last group may be short.
 
-    >>> pieces(5, 3)
+    >>> balanced_split(5, 3)
     ((0, 2), (2, 2), (4, 1))
-    >>> pieces(12, 2, 4)
+    >>> balanced_split(12, 2, 4)
     ((0, 8), (8, 4))
     """
     quotient, more = divmod(-(-n // unit), parts)

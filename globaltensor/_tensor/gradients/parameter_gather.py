@@ -460,7 +460,7 @@ def reshard_after_forward() -> Iterator[None]:
 
     >>> import globaltensor as flow
     >>> model = flow.parallelize(torch.nn.Linear(4, 2), flow.placement("cpu", [0]), "fsdp")
-    >>> with freed():
+    >>> with reshard_after_forward():
     ...     loss = model(torch.ones(3, 4)).sum()
     >>> loss.backward()
     """

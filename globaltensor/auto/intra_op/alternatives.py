@@ -383,7 +383,7 @@ def _moving(before: Sequence[Kind], after: Sequence[Kind]) -> tuple[float, Kind 
 def moved(change: LayoutChange) -> str:
     """What a change of layout moves, in words.
 
-    >>> moved(Change("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))
+    >>> moved(LayoutChange("x", "matmul", ("S(0)",), ("B",), 1e-3, 2e-3, 1 << 24, "all_gather", "reduce_scatter"))
     'all_gather of x, reduce_scatter of its gradient (16.0 MiB, S(0) -> B)'
     """
     there, back = change.forward and change.there, change.backward and change.back

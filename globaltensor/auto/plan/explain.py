@@ -116,7 +116,7 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
     """What other ways would cost, a line each.
 
     >>> plan = Plan("generic", (2,), 1.0, 1.0, 1.0, 900, 1000, True, (), (), ())
-    >>> print("\\n".join(why(plan, [Other((), (("B",),), 2e-3, 0, "all_gather of x"), Other((), (("P",),), -1e-3, 200, "")], "S(0)")))
+    >>> print("\\n".join(why(plan, [OtherChoice((), (("B",),), 2e-3, 0, "all_gather of x"), OtherChoice((), (("P",),), -1e-3, 200, "")], "S(0)")))
         why S(0)
           B instead  +2 ms: all_gather of x
           P instead  1 ms less, 200 B a rank more, which does not fit

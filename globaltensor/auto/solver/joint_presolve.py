@@ -23,7 +23,7 @@ class JointPresolve:
     >>> one, other = Problem(), Problem()
     >>> for problem, costs in ((one, [3, 0, 4]), (other, [0, 2, 1])):
     ...     _ = problem.node(costs)
-    >>> pair = Pair((one, other))
+    >>> pair = JointPresolve((one, other))
     >>> [problem.costs for problem in pair.problems]
     [[array([3., 0.]), array([0.])], [array([0., 2.]), array([0.])]]
     >>> pair.expand([1, 0])

@@ -30,7 +30,7 @@ def relink(costs: tuple[Problem, Problem], before: Sequence[int], after: Sequenc
     >>> both = Problem(), Problem()
     >>> for problem, here in zip(both, ([3, 0], [0, 2]), strict=True):
     ...     nodes = [problem.node(here) for _ in range(5)]
-    >>> between(both, [0] * 5, [1] * 5, nodes)
+    >>> relink(both, [0] * 5, [1] * 5, nodes)
     [0, 0, 1, 1, 1]
     """
     ends = np.array([before, after])

@@ -57,7 +57,7 @@ def _by_mpi(place: Detected | None) -> bool:
 def backend_names(backend: str) -> set[str]:
     """The backends that a torch spelling names.
 
-    >>> sorted(names("cpu:gloo,cuda:nccl"))
+    >>> sorted(backend_names("cpu:gloo,cuda:nccl"))
     ['gloo', 'nccl']
     """
     return {part.split(":")[-1].strip() for part in backend.lower().split(",")}

@@ -187,7 +187,7 @@ class LocalRecorder(Differentiated):
                 if any(map(drawn, nodes_in([self.arg(args), self.arg(kwargs)]))):
                     raise GraphError(_BY_CHANCE.format(line())) from None
                 raise error from None
-        if torch_private.transforming():
+        if torch_private.innermost_transform() is not None:
             raise GraphError("build() uses a transform of torch.func (vmap, grad): write the batch as a dim, or wrap this part in globaltensor.local_map")
         name = getattr(func, "__name__", "")
         written = tuple(i for i, (t, v) in enumerate(zip(given, before, strict=True)) if not t.is_inference() and t._version != v)

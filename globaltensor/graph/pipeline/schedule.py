@@ -183,7 +183,7 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
     """What a user may give as a schedule: the name of one, as it is spelt here; a path, or text that ends in ".json", as the schedule in that file; a Schedule
     and None as they are. Raises ScheduleError for a name or a file that is none.
 
-    >>> known("ZB_H1")
+    >>> parse_schedule("ZB_H1")
     'zb-h1'
     """
     if wanted is None or isinstance(wanted, Schedule):
@@ -201,7 +201,7 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
 def default_schedule(lanes: Sequence[int]) -> str:
     """The name of the schedule to take where the user names none: interleaved where lanes take stages in turn more than once, else 1f1b.
 
-    >>> best((0, 1, 2)), best((0, 1, 0, 1))
+    >>> default_schedule((0, 1, 2)), default_schedule((0, 1, 0, 1))
     ('1f1b', 'interleaved')
     """
     where = _lanes(lanes)

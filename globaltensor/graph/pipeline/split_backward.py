@@ -28,7 +28,7 @@ __all__ = ["DEFERRED", "LIGHTER", "DeferredWeightGrads", "checkpointing", "conv1
 class DeferredWeightGrads:
     """What one forward pass leaves for later: gradients of weights that `holding` put off, until `run` computes them.
 
-    >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), Later()
+    >>> w, x, later = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2), DeferredWeightGrads()
     >>> with later.recording():
     ...     y = linear(x, w).sum()
     >>> with later.holding():

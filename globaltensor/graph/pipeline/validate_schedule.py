@@ -152,7 +152,7 @@ def resolve_schedule(
     """The schedule to run for stages on ``lanes``: the one of this name, the best one for None, or the given one, checked. Raises ScheduleError where it
     does not exist for these lanes, was written for others or another number of micro-batches, or cannot run.
 
-    >>> fitted(None, (0, 1, 0, 1), 4).name
+    >>> resolve_schedule(None, (0, 1, 0, 1), 4).name
     'interleaved'
     """
     made = wanted if isinstance(wanted, Schedule) else schedule(default_schedule(lanes) if wanted is None else wanted, lanes, micros)
@@ -168,7 +168,7 @@ def resolve_schedule(
 def max_activations(name: str, lanes: Sequence[int], micros: int, **options: Any) -> tuple[int, ...]:
     """The most activations that each lane will hold with the schedule of this name, whatever the order its lanes come to run in.
 
-    >>> promise("1f1b", (0, 1, 2), 8), promise("gpipe", (0, 1, 2), 8)
+    >>> max_activations("1f1b", (0, 1, 2), 8), max_activations("gpipe", (0, 1, 2), 8)
     ((3, 2, 1), (8, 8, 8))
     """
     found, where, count = find(name, lanes, micros, options)

@@ -72,7 +72,7 @@ class RingLayout:
 def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
     """``n`` rows dealt out so that under a causal mask all parts have equal work: chunk i of 2p with chunk 2p-1-i.
 
-    >>> paired(8, 2)
+    >>> zigzag_chunks(8, 2)
     (((0, 2), (6, 2)), ((2, 2), (4, 2)))
     """
     chunks = balanced_split(n, 2 * parts)
