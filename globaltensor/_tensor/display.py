@@ -17,7 +17,7 @@ def visualize_sharding(x: GlobalTensor | Spec, file: Any = None) -> None:
     """Print which rank holds which part of ``x`` (a global tensor or a Spec) to ``file`` (standard output).
 
     >>> import globaltensor as flow
-    >>> show(Spec.make((4, 6), flow.float32, flow.placement("cpu", [0, 1]), flow.sbp.split(0)))
+    >>> visualize_sharding(Spec.make((4, 6), flow.float32, flow.placement("cpu", [0, 1]), flow.sbp.split(0)))
     f32[4, 6] S(0)  on cpu [0, 1]
       rank 0  [0]  [2, 6]  x[0:2, :]
       rank 1  [1]  [2, 6]  x[2:4, :]

@@ -63,7 +63,7 @@ def moe_experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, 
     >>> import torch
     >>> x, index, weights = torch.ones(2, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
     >>> scale = torch.tensor([[1.0], [2.0], [3.0]])
-    >>> experts(x, index, weights, scale, function=lambda rows, counts, scale: rows * scale.repeat_interleave(torch.tensor(counts), 0))
+    >>> moe_experts(x, index, weights, scale, function=lambda rows, counts, scale: rows * scale.repeat_interleave(torch.tensor(counts), 0))
     tensor([[1., 1., 1., 1.],
             [3., 3., 3., 3.]])
     """

@@ -51,7 +51,7 @@ def context_parallel(method: str) -> Iterator[None]:
     Dropout needs "heads" or "gather"; with "ring" it gathers. All ranks must say the same. Raises SbpError for another name, and at an attention
     without heads or batch to split under "heads".
 
-    >>> with attention("ring"):
+    >>> with context_parallel("ring"):
     ...     pass
     """
     if method not in METHODS:
