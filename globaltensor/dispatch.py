@@ -23,7 +23,7 @@ from .errors import FallbackWarning, GlobalTensorError, InplaceError, KernelErro
 from .moved import MovedView
 from .operators import Writing, keep_written_whole, needs_fake, written_operands
 from .placement import Placement
-from .plans import Answer, Boxed, LaidView, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
+from .plans import Answer, Boxed, InPlace, LaidView, Listed, Moved, Plan, Recalling, Same, Several, Through, Whole, describe_call, name_of, replaced, tensors_in
 from .promote import operand_spec, promote
 from .rules import RULES, Arg, Choice, Derived, Op, Range, Rule, Split, choose, rule_of, spellings_of
 from .rules import rule as declare_rule
@@ -494,8 +494,10 @@ def _freeze(
     flat = not done.picks and bool(args or not op.view) and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     if _torch.function_mode_on():
         return done  # a recorder is at work: it wants to be asked at each step
-    if kind is not Boxed or rule.inplace or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
+    if kind is not Boxed or done.outside or done.coordinates is not None or any(r is not None for r in done.routes):
         return done
+    if rule.inplace:
+        return InPlace(done) if flat and done.single and args and type(args[0]) in ORDINARY and not op.view else done
     if flat and done.single:
         done.direct, done.out = True, choice.outs[0]
         done.shape, done.dtype, done.device = done.out.shape, done.out.dtype, world().device(done.out.placement.type)

@@ -16,7 +16,7 @@ import math
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from . import _torch
 from .boxing import box
 from .distributed.world import world
 from .errors import GlobalTensorError, ShapeError
-from .gradients import local_grad
+from .gradients import local_grad, set_grad
 from .placement import Placement
 from .sbp import broadcast, partial_sum
 from .spec import Spec, Stored
@@ -175,7 +175,7 @@ class _Exchanged:
         self.held = list(map(held.get, self.params))
         self.state, self.mine = mine_of, list(mine_of.values())
         self.lengths, self.values = list(map(len, self.mine)), list(itertools.chain.from_iterable(map(dict.values, self.mine)))
-        self.settings = list(map(_settings, groups))
+        self.settings, self.given = list(map(_settings, groups)), _values(groups)
         #: Which parameters the step left alone: those of other ranks, say.
         self.idle = [(p._local.grad if p._leaf is None else p._leaf.value) is None for p in self.params]
         self.fused: list[State] = []  # the groups that step with the fused kernel unasked
@@ -194,7 +194,12 @@ class _Exchanged:
         groups, params = optimizer.param_groups, self.params
         if len(groups) != len(self.groups) or not all(map(operator.is_, groups, self.groups)):
             return None
-        if list(map(_settings, groups)) != self.settings or [len(group["params"]) for group in groups] != list(map(len, self.locals)):
+        given = _values(groups)
+        if not _identical(given, self.given):
+            if list(map(_settings, groups)) != self.settings:
+                return None
+            self.given = given
+        if [len(group["params"]) for group in groups] != list(map(len, self.locals)):
             return None
         if not all(map(operator.is_, itertools.chain.from_iterable(group["params"] for group in groups), params)):
             return None
@@ -203,8 +208,7 @@ class _Exchanged:
         if not self.unchanged() or not all(map(operator.is_, map(optimizer.state.get, params), self.held)):
             return None
         found, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
-        for p, idle in zip(params, self.idle, strict=True):
-            local, leaf = p._local, p._leaf
+        for p, local, leaf, idle in zip(params, self.lie[::4], self.lie[2::4], self.idle, strict=True):
             grad = local.grad
             if leaf is not None:
                 if grad is not None:
@@ -228,6 +232,14 @@ class _Exchanged:
         if len(self.state) != len(self.mine) or list(map(len, self.mine)) != self.lengths:
             return False
         return all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.mine)), self.values))
+
+
+def _values(groups: Sequence[State]) -> list[Any]:
+    return [v for group in groups for v in group.values()]
+
+
+def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _settings(group: State) -> Any:
@@ -515,12 +527,23 @@ def _check_shapes(optimizer: Optimizer) -> None:
 _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary()
 
 
+#: Of an optimizer: the values in its groups when it stepped last, and the bytes that stand for the numbers among them.
+_RECORDED = "_globaltensor_recorded"
+
+
 def _record(optimizer: Optimizer) -> None:
     """Add a step to what this rank has run on its parameters: ranks compare the optimizer and the numbers among its settings."""
-    first = next((p for group in optimizer.param_groups for p in group["params"][:1]), None)
-    if isinstance(first, GlobalTensor) and world().compares:
-        settings = [[v for v in group.values() if isinstance(v, (int, float, tuple))] for group in optimizer.param_groups]
-        world().history((first._spec.shown.placement,)).record(f"{type(optimizer).__name__} {settings!r}".encode())
+    here, groups = world(), optimizer.param_groups
+    if not here.compares or not groups or not groups[0]["params"] or not isinstance(first := groups[0]["params"][0], GlobalTensor):
+        return
+    values, known = _values(groups), optimizer.__dict__.get(_RECORDED)
+    if known is None or not _identical(values, known[0]):
+        numbers = [v for v in values if type(v) in _NUMBERS]
+        known = optimizer.__dict__[_RECORDED] = values, f"{type(optimizer).__name__} {numbers!r}".encode()
+    here.history((first._spec.shown.placement,)).record(known[1])
+
+
+_NUMBERS = frozenset((int, float, bool, tuple))
 
 
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -569,7 +592,37 @@ def _leave_for_reading(optimizer: Optimizer) -> None:
         _swaps[optimizer].leave(optimizer)
 
 
+def _forgetting(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
+    """Let gradients of global tensors go without a look at them: torch's loop reads each one first, which would sum what is pending and wrap it."""
+
+    @functools.wraps(zero_grad)
+    def run(self: Any, set_to_none: bool = True) -> None:
+        if set_to_none and not _torch.function_mode_on():
+            for p in parameters(self):
+                if isinstance(p, GlobalTensor):
+                    set_grad(p, None)
+        zero_grad(self, set_to_none)
+
+    return run
+
+
+def _module_zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+    if not set_to_none or _torch.function_mode_on() or getattr(self, "_is_replica", False):
+        _torch_module_zero_grad(self, set_to_none)
+        return
+    for p in self.parameters():
+        if isinstance(p, GlobalTensor):
+            set_grad(p, None)
+        elif p.grad is not None:
+            p.grad = None
+
+
+_torch_module_zero_grad = torch.nn.Module.zero_grad
+
+
 def install() -> None:
+    torch.nn.Module.zero_grad = functools.wraps(_torch_module_zero_grad)(_module_zero_grad)  # type: ignore[method-assign]
+    Optimizer.zero_grad = _forgetting(Optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"]))  # type: ignore[method-assign]
     Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_enter)
     register_optimizer_step_post_hook(_leave)

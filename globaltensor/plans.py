@@ -27,7 +27,7 @@ from .visible import apply
 from .wrapper import ORDINARY, GlobalTensor
 
 __all__ = [
-    "Answer", "Boxed", "Guarded", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
+    "Answer", "Boxed", "Guarded", "InPlace", "LaidView", "Listed", "Moved", "Plan", "Same", "Several", "Through", "Whole", "admit_signs", "as_on_one_device",
     "bring_together", "describe_call", "elsewhere", "inplace_error", "name_of", "replaced", "shared", "tensors_in", "wrapped_whole",
 ]  # fmt: skip
 
@@ -463,6 +463,27 @@ class Listed(Plan):
         if self.function is None:
             return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
         return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
+
+
+class InPlace(Plan):
+    """Operands fit and stand flat among the arguments; the first one is written into."""
+
+    __slots__ = ()
+
+    def __init__(self, planned: Boxed) -> None:
+        super().__init__()
+        self.function, self.out = planned.function, planned.outs[0]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        locals_ = [a._local if type(a) in ORDINARY else a for a in args]
+        if kwargs:
+            kwargs = {k: v._local if type(v) in ORDINARY else v for k, v in kwargs.items()}
+        (self.function or func)(*locals_, **kwargs)
+        target = args[0]
+        target._spec = self.out
+        if target._memory is not None:  # as moved.written does
+            target._memory.writes += 1
+        return target
 
 
 class Several(Plan):
