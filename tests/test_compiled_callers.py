@@ -256,9 +256,10 @@ def flex_every_way(start: None) -> dict[str, float]:
     everyone = flow.placement.all("cpu")
     q, k, v = [torch.randn(2, 4, 32, 16, dtype=torch.float64) for _ in range(3)]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu")
-    far, compiled = {}, torch.compile(flex_attention)
+    far = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # what torch's compiler imports warns of itself
+        compiled = torch.compile(flex_attention)
         for layout in (S(0), S(1), S(2), B):
             a, b, c = [t.to_global(everyone, B).to_global(sbp=layout) for t in (q, k, v)]
             for name, options in {"score_mod": {"score_mod": lambda s, b, h, i, j: s + h * 0.5 + b}, "mask": {"block_mask": mask}}.items():

@@ -5,19 +5,41 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import run_on
+from support.pool import Pool
 from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor.distributed.comm import comms
 from globaltensor.reducer import reducer
 from globaltensor.rules.quotient import Quotient
+
+_pools: dict[int, Pool] = {}
+
+
+def run_on(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``fn`` on ``n`` processes that run these tests alone: in others something may be left that looks at gradients."""
+    if n not in _pools:
+        _pools[n] = Pool(n)
+    try:
+        return _pools[n].run(fn, *args)
+    except BaseException:
+        del _pools[n]
+        raise
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_processes() -> Iterator[None]:
+    yield
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 IGNORED = -100
