@@ -251,7 +251,7 @@ def new_group(ranks: Sequence[int], rank: int, name: str, backend: str, timeout:
 
 
 def memory_users(t: torch.Tensor) -> int:
-    """How many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too. Tests
+    """Return how many tensors live in the memory of ``t``, itself among them: torch counts them, with no public way to ask. The question counts too. Tests
     ask; nothing here decides by it."""
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
@@ -441,17 +441,17 @@ def is_fake(t: Any) -> bool:
 
 
 def fakes_are_on() -> bool:
-    """Whether a mode is on in which tensors have no memory: there is no public way to ask."""
+    """Return whether a mode is on in which tensors have no memory: there is no public way to ask."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def processes_are_on() -> bool:
-    """Whether this process belongs to a job of several."""
+    """Return whether this process belongs to a job of several."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def is_functional(t: torch.Tensor) -> bool:
-    """Whether a tensor stands for another while writes are taken out of a program (torch.func.functionalize): its class does not tell."""
+    """Return whether a tensor stands for another while writes are taken out of a program (torch.func.functionalize): its class does not tell."""
     return torch._is_functional_tensor(t)
 
 
@@ -674,7 +674,7 @@ def uncompiled_backward() -> Any:
 
 
 def compiles_backward() -> bool:
-    """Whether compiled autograd is on."""
+    """Return whether compiled autograd is on."""
     home = sys.modules.get("torch._dynamo.compiled_autograd")
     return home is not None and home.compiled_autograd_enabled
 

@@ -69,7 +69,7 @@ def gather_specs(local: torch.Tensor, placement: Placement, layout: Sequence[Sbp
 
 
 def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]) -> Spec:
-    """What each rank has told of its part (`kinds.described`: shape and dtype) -> the spec. Raises KindError and ShapeError naming who holds what.
+    """Combine what each rank has told of its part (`kinds.described`: shape and dtype) into the spec. Raises KindError and ShapeError naming who holds what.
 
     >>> p = Placement("cpu", [0, 1])
     >>> spec_of({0: ((3, 2), torch.float32), 1: ((2, 2), torch.float32)}, p, [Sbp("split", 0)])

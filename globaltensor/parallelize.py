@@ -272,7 +272,7 @@ def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, 
 
 
 def _by(plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]) -> Iterator[_Part]:
-    """What the plan of a model, at that path, says of its parameters."""
+    """Return what the plan of a model, at that path, says of its parameters."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # its logits stay split by words: cross-entropy takes them so
 
     def part(path: str, dim: int | None, layer: str, module: nn.Module, base: nn.Module, style: str) -> Iterator[_Part]:
@@ -297,7 +297,7 @@ def _by(plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Lay
 
 
 def _style(plan: Mapping[str, Any], path: str) -> str:
-    """What the plan says of a path; "" where it says nothing."""
+    """Return what the plan says of a path; "" where it says nothing."""
     return str(next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None) or "")
 
 
@@ -320,7 +320,7 @@ def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
 
 
 def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
-    """Whether a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
+    """Return whether a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
     computes them all, as in Megatron-LM, and nothing moves."""
     around, layer = _around(part), part.base
     width = getattr(model.get_submodule(around), "head_dim", None)

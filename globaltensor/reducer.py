@@ -240,7 +240,7 @@ class Reducer:
 
     @property
     def watched(self) -> bool:
-        """Whether gradients may be seen on this rank before they come here. Set to True: from now on, for good."""
+        """Return whether gradients may be seen on this rank before they come here. Set to True: from now on, for good."""
         return bool(self.deferred or self.watchers.alive)
 
     @watched.setter

@@ -65,7 +65,7 @@ class Gathering(NamedTuple):
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """What parameters must have in common to be gathered together."""
+        """Return what parameters must have in common to be gathered together."""
         return self.src.placement, gather_axes(self.src, self.dst), self.src.dtype
 
     @property
@@ -286,7 +286,7 @@ def _laid_otherwise(one: Gathering) -> bool:
 
 
 def _is_ready(state: Sharding, one: Gathering) -> bool:
-    """Whether it has been gathered ahead, and has not been written into since."""
+    """Return whether it has been gathered ahead, and has not been written into since."""
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()

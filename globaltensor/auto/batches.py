@@ -138,7 +138,7 @@ class Batches:
         self._lost[key] = self._lost.get(key, Counter()) | losses
 
     def losses(self) -> list[Counter[tuple[str, str]]]:
-        """What was lost of each call."""
+        """Return what was lost of each call."""
         return [self._lost[key] for key in map(self._key, self.whole.calls) if key in self._lost]
 
     @staticmethod

@@ -30,7 +30,7 @@ def stages(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def lying(plan: Plan) -> str:
-    """What the devices are arranged in.
+    """Return what the devices are arranged in.
 
     >>> lying(Plan("generic", (2, 4), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
     'a mesh of 2 x 4'

@@ -228,7 +228,7 @@ _KEPT = 1 << 14
 
 
 def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` tells, once for each key as long as the rules stay. None: nothing that is asked twice."""
+    """Return what ``ask`` tells, once for each key as long as the rules stay. None: nothing that is asked twice."""
     if key is None:
         return ask()
     key = RULES.version, key

@@ -55,7 +55,7 @@ def describe(rule: Rule, op: Op, args: Any, kwargs: Any) -> bool:
 
 
 def lost_by(losses: Iterable[Mapping[tuple[str, str], int]]) -> tuple[Lost, ...]:
-    """What was lost, one record for each function and error. ``losses``: of each call of the graph, those that are alike each for itself."""
+    """Return what was lost, one record for each function and error. ``losses``: of each call of the graph, those that are alike each for itself."""
     ways, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for one in losses:
         for key, n in one.items():

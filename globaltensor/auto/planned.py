@@ -159,7 +159,8 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Whether no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search."""
+        """Return whether no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search.
+        """
         return not self.lost and proven(self.cost, self.bound)
 
     @property

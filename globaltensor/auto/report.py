@@ -74,7 +74,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def losses(plan: Plan) -> list[str]:
-    """What errors have kept from the search, a line for each.
+    """Return what errors have kept from the search, a line for each.
 
     >>> from globaltensor.auto.planned import Lost
     >>> lost = Lost("linear", "KeyError: 'k' (rules/matmul.py:9)", 6, 2)

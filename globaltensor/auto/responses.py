@@ -294,7 +294,7 @@ class _Around:
 
     @cached_property
     def ahead(self) -> float:
-        """What the star costs in the other sum, and what that is behind: where it costs as much, both sums are as large as the plan's cost."""
+        """Return what the star costs in the other sum, and what that is behind: where it costs as much, both sums are as large as the plan's cost."""
         return self.other.at(self.responses.choice[self.node], self.picks) + self.responses.behind
 
     def way(self, k: int, held: Mapping[int, int] | None = None) -> Way:

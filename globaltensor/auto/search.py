@@ -79,7 +79,7 @@ def search(
 
 @uncollected()
 def glance(calls: Calls, cluster: Cluster, mesh: Placement, options: Options, seconds: float | None = None) -> float:
-    """What no plan on this mesh costs less than, by few solutions. inf: none fits into the memory."""
+    """Return what no plan on this mesh costs less than, by few solutions. inf: none fits into the memory."""
     solution, _ = _within(formulate(calls, cluster, mesh, options), _LONGEST if seconds is None else seconds, turns=0)
     return math.inf if solution.infeasible else float(solution.bound)
 
@@ -174,8 +174,8 @@ def compare(formulation: Formulation, ways: Mapping[str, Mapping[str, tuple[Layo
 
 
 def priced(formulation: Formulation, fixed: Mapping[str, tuple[Layout, ...]], seconds: float = _COMPARED) -> Alternative:
-    """What it costs at best where given tensors lie so, as far as that is found in so many ``seconds``. Of a problem that is not small, where gradients take
-    longer than the backward pass what shows of them is added to the best if they did not; it is said then that this is at most what it costs."""
+    """Return what it costs at best where given tensors lie so, as far as that is found in so many ``seconds``. Of a problem that is not small, where gradients
+    take longer than the backward pass what shows of them is added to the best if they did not; it is said then that this is at most what it costs."""
     calls, mesh, options = formulation.calls, formulation.mesh, formulation.options
     for v in calls.states():
         if v.state == "input" and any(not fills(v.shape, layout, mesh) for layout in fixed.get(v.name, ())):

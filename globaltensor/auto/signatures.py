@@ -108,7 +108,7 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
 def _heard(
     call: Call, operands: Sequence[Value], outs: Sequence[Value], specs: Sequence[Spec], axis: Placement, losses: Losses
 ) -> Iterator[Signature]:
-    """What the rule admits for operands that lie so, as far as it gets."""
+    """Return what the rule admits for operands that lie so, as far as it gets."""
     try:
         yield from _asked(call, operands, outs, specs, axis, losses)
     except Exception as error:
@@ -166,8 +166,8 @@ def _asked(
 
 
 def composed(call: Call, specs: Sequence[Spec], losses: Losses) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
-    """What a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of an
-    error that is no refusal."""
+    """Return what a composition does with operands that lie so: (layouts of the results, what moves); None where it cannot take them. ``losses``: takes note of
+    an error that is no refusal."""
     real, size = world(), specs[0].placement.size
     places = _elsewhere.setdefault(real, {})
     dry = places.get(size)

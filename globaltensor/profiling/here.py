@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    """What of a rank its figures depend on."""
+    """Return what of a rank its figures depend on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, Any] = {"host": socket.gethostname(), "processor": _processor(), "cores": cores, "threads": torch.get_num_threads()}
     if device == "cuda" and torch.cuda.is_available():
@@ -103,7 +103,7 @@ def _processor() -> str:
 
 
 def _read(path: Path) -> Cluster | None:
-    """What the file says; None where there is none, or it is broken."""
+    """Return what the file says; None where there is none, or it is broken."""
     if not path.exists():
         return None
     try:

@@ -32,8 +32,8 @@ def _over() -> torch.Tensor:
 
 class Count:
     """The sum of ``part``, weights of targets, over the ranks. It starts when it is told to, at the latest when it is called; or it rides with something else.
-    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that.
-    ``programmed``: all ranks run the same program, in which nobody looks at the loss before its backward pass."""
+    ``bound``: where every target weighs 1, how many there are on all ranks, so that the sum is at most that, and mostly just that. ``programmed``: all ranks
+    run the same program, in which nobody looks at the loss before its backward pass."""
 
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed
@@ -91,7 +91,7 @@ class Count:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
+        """Return whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
         Collective."""
         here, part = world(), self.part
         found = here.reducer
