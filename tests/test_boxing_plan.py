@@ -66,6 +66,14 @@ def test_no_detour_is_cheaper(data: st.DataObject, shape: tuple[int, int]) -> No
         assert plan(a, c).seconds <= plan(a, b).seconds + plan(b, c).seconds + 1e-12
 
 
+def test_a_small_tensor_is_padded_and_summed_over_both_axes_at_once() -> None:
+    """One all-reduce of four ranks starts once; a gather and an all-reduce start twice."""
+    src, dst = make((1, 1), GRID, partial_sum, split(0)), make((1, 1), GRID, broadcast, broadcast)
+    assert [m.kind for m in plan(src, dst).moves] == ["pad", "all_reduce"]
+    large = [make((4096, 4096), GRID, *layout) for layout in ((partial_sum, split(0)), (broadcast, broadcast))]
+    assert [m.kind for m in plan(*large).moves] != ["pad", "all_reduce"]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), SHAPES)
 def test_the_way_back_of_a_gradient_exists(data: st.DataObject, shape: tuple[int, int]) -> None:

@@ -84,10 +84,12 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> Plan:
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
-    """The entries worth trying on each axis of a placement: those of either end, anywhere, and broadcast."""
-    splits = [e for e in (*spec.layout, *other) if e.kind == "split"]
+    """Give the entries worth trying on each axis of a placement: those of either end, of any axis, and broadcast. A partial of another axis too: a small
+    tensor that is split on one axis and partial on the other is padded, and summed over both at once."""
     same = len(other) == len(spec.layout)
-    return [list(dict.fromkeys((entry, *((other[a],) if same else ()), broadcast, *splits, *more))) for a, entry in enumerate(spec.layout)]
+    return [
+        list(dict.fromkeys((entry, *((other[a],) if same else ()), broadcast, *spec.layout, *other, *more))) for a, entry in enumerate(spec.layout)
+    ]
 
 
 def _menus(src: Spec, dst: Spec, measured: bool) -> dict[bool, list[list[Sbp]]]:
