@@ -93,7 +93,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, _autocast()]
     values: list[Any] = []  # the arguments, with local tensors
-    numbers = b""  # those that the plan does not depend on, for the record of what was run
+    number: Any = None  # that the plan does not depend on, for the record of what was run; a tuple where there are several
     for a in args:
         t = type(a)
         if t is SlottedGlobalTensor:
@@ -107,7 +107,7 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
         if t is int or t is float:  # equal numbers of both are other arguments
             key.append(t)
             if func in _SCALARS:
-                numbers += _number(a)
+                number = a if number is None else (number, a)
             else:
                 key.append(a)
         elif t is bool:
@@ -115,14 +115,16 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             key.append(a)
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
+        elif t is list and func not in _SCALARS:  # what `_key` gives, without a call of it
+            key.append((list, *[v._spec if type(v) in ORDINARY else _key(v, False) for v in a]))
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)
             key.append(types_)
         else:
-            key.append(_key(a, func in _SCALARS))
-            if func in _SCALARS:
-                numbers += _numbers_in(a)
-            if type(a) in ORDINARY:  # by now: a quotient has been taken for its key
+            key.append(_key(a, free := func in _SCALARS))
+            if free:
+                number = (number, _numbers_in(a))
+            if t is not list and type(a) in ORDINARY:  # by now: a quotient has been taken for its key
                 a = a._local
         values.append(a)
     if kwargs:
@@ -133,16 +135,14 @@ def call(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: d
             elif a is None or type(a) is bool:
                 key.append(a)
             else:
-                key.append(_key(a, func in _SCALARS))
-                if func in _SCALARS:
-                    numbers += _numbers_in(a)
+                key.append(_key(a, free := func in _SCALARS))
+                if free:
+                    number = (number, _numbers_in(a))
     try:
         found = _cache.plans[tuple(key)]
     except (KeyError, TypeError) as miss:
         found = _missed(func, args, kwargs or {}, key, isinstance(miss, KeyError))
-    found.record(found.digest)
-    if numbers:
-        found.record(numbers)
+    found.record(found.digest if number is None else found.digests.get(number) or found.digest_with(number))
     try:
         if not found.direct:
             return found.run(func, args, kwargs or {})
@@ -180,14 +180,18 @@ _PLAIN = frozenset({int, type(None)})
 
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
     """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
-    if any(type(a) in ORDINARY and a._local.requires_grad for a in args):
-        frame = sys._getframe(2)
-        for _ in range(_DEEPEST):
-            if frame is None:
-                return
-            if frame.f_code is _APPLY:
-                raise KernelError(kernel_message("the forward of a custom torch.autograd.Function"))
-            frame = frame.f_back  # type: ignore[assignment]
+    for a in args:  # a generator would take four times as long, in each op of inference
+        if type(a) in ORDINARY and a._local.requires_grad:
+            break
+    else:
+        return
+    frame = sys._getframe(2)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        if frame.f_code is _APPLY:
+            raise KernelError(kernel_message("the forward of a custom torch.autograd.Function"))
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any], hashable: bool) -> Plan:
@@ -222,15 +226,10 @@ def _spelled(value: Any) -> str:
     return repr(value) if isinstance(value, known) else type(value).__name__
 
 
-def _number(a: float) -> bytes:
-    """A number for the record of what was run."""
-    return repr(a).encode()
-
-
 def _numbers_in(a: Any) -> bytes:
-    """The numbers in an argument of any kind."""
+    """Give the numbers in an argument of any kind, for the record of what was run."""
     if isinstance(a, (int, float, complex)):
-        return _number(a)  # type: ignore[arg-type]
+        return repr(a).encode()
     if isinstance(a, (tuple, list)):
         return b"".join(map(_numbers_in, a))
     return b"".join(map(_numbers_in, a.values())) if isinstance(a, dict) else b""

@@ -148,6 +148,9 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
+_MAX_NUMBERS = 64  # of one plan, whose digests are kept
+
+
 def _not_recorded(digest: bytes) -> None:
     """Of a plan that is part of another one, which is recorded."""
 
@@ -155,10 +158,11 @@ def _not_recorded(digest: bytes) -> None:
 class Plan:
     """What to do for a key. ``direct``: operands fit, one tensor comes out, arguments are flat: done inline by ``call``."""
 
-    __slots__ = ("device", "digest", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
+    __slots__ = ("device", "digest", "digests", "direct", "dtype", "function", "out", "picks", "record", "shape", "usual", "view")
 
     def __init__(self) -> None:
         self.digest = b""  # of the call, as `record`, which adds it to what this rank has run, takes it
+        self.digests: dict[Any, bytes] = {}  # that of a call with a number that the plan does not depend on, by the number
         self.record: Callable[[bytes], None] = _not_recorded
         self.direct = self.view = False
         self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
@@ -168,6 +172,13 @@ class Plan:
         self.shape: torch.Size | None = None
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
+
+    def digest_with(self, number: Any) -> bytes:
+        """Return the digest of a call with this number, and keep it: the same numbers come again in each step. Zeros of both signs are taken for one."""
+        if len(self.digests) >= _MAX_NUMBERS:
+            self.digests.clear()
+        found = self.digests[number] = self.digest + repr(number).encode()
+        return found
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a plan that is not direct has its own run")
@@ -459,7 +470,7 @@ class Listed(Plan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands, *others = args
-        locals_ = type(operands)([t._local for t in operands])
+        locals_ = [t._local for t in operands] if type(operands) is list else tuple([t._local for t in operands])
         if self.function is None:
             return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
         return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
