@@ -14,7 +14,7 @@ from common import LIMIT, describe, end, end_by_signal, keep, options, table
 HERE = Path(__file__).resolve().parent
 #: name -> the contender that ours is compared with; where rows differ, the first of these that a row has.
 BENCHMARKS = {"eager_overhead": "plain", "data_parallel": "ddp", "fsdp": "fsdp2", "tensor_parallel": "dtensor", "boxing": "dtensor", "collectives": "gloo",
-              "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
+              "divergence": "off", "models": "ddp, dtensor", "long_context": "gather", "graph": "by hand", "pipeline": "torch",
               "auto_parallel": "data", "gpu": "plain"}  # fmt: skip
 
 #: Results of other runs of a benchmark, which these leave as they are: `auto_parallel.py --nproc 4 --save`.

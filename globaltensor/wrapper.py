@@ -179,8 +179,7 @@ def kernel_message(where: object) -> str:
 def collective_message(name: str) -> str:
     return (
         f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it is one value on all ranks already, and nothing is left to gather or "
-        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, x.to_local() to send this rank's part alone; a metric of "
-        "torchmetrics that is fed global tensors is made with sync_on_compute=False"
+        "to add up. Use x.to_global(sbp=flow.sbp.broadcast) for the whole value on every rank, x.to_local() to send this rank's part alone"
     )
 
 
