@@ -639,8 +639,9 @@ def _exporting(export: Any, held: Any) -> Any:
     return run
 
 
-def before_collectives(reads: Mapping[str, str], check: Callable[[str, Any, Any, Any], None]) -> None:
-    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed. ``reads``: name -> the argument that it reads.
+def before_collectives(reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]) -> None:
+    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed while anything is ``noted``. ``reads``: name -> the argument
+    that it reads.
 
     These functions take plain tensors, of which nobody else is told. Names that were imported from torch.distributed before this keep the originals.
     """
@@ -651,8 +652,9 @@ def before_collectives(reads: Mapping[str, str], check: Callable[[str, Any, Any,
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = usual | dict(zip(parameters, args, strict=False)) | kwargs
-            check(name, given.get(reads[name]), given.get("op"), given.get("group"))
+            if noted:  # a collective of a few bytes takes little longer than finding its arguments
+                given = usual | dict(zip(parameters, args, strict=False)) | kwargs
+                check(name, given.get(reads[name]), given.get("op"), given.get("group"))
             return function(*args, **kwargs)
 
         return call

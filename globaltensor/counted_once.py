@@ -46,7 +46,7 @@ def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
 
 def check_collective(name: str, read: Any, op: Any, group: Any) -> None:
     """Raise ReplicatedError if a collective would add up what every rank holds whole. ``read``: the tensor, or list of tensors, that it reads."""
-    if not _noted or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
+    if not _noted.data or name not in ADDING or getattr(op, "name", str(op)) in _HARMLESS:
         return
     size = dist.get_world_size(group)
     if size > 1:
@@ -55,4 +55,4 @@ def check_collective(name: str, read: Any, op: Any, group: Any) -> None:
 
 def install() -> None:
     """Have the collectives of torch.distributed that add up look for such tensors."""
-    _torch.before_collectives(ADDING, check_collective)
+    _torch.before_collectives(ADDING, _noted.data, check_collective)
