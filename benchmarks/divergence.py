@@ -19,6 +19,7 @@ from train_gpt import PARALLEL, spread
 import globaltensor as flow
 from globaltensor.dispatch import fresh_plans
 from globaltensor.distributed.world import world
+from globaltensor.rules import Derived
 
 #: The variable by which a started rank knows what it is to measure.
 TRANSPORT = "GLOBALTENSOR_BENCHMARK_TRANSPORT"
@@ -27,7 +28,7 @@ TRANSPORTS = {"shared memory": "gloo", "gloo": "gloo", "mpi": "mpi"}
 
 def switched(step: Callable[[], Tensor], on: bool) -> Callable[[], Tensor]:
     """The step with or without comparing, with plans of its own, which keep what records them."""
-    plans: dict[Any, Any] = {}
+    plans = Derived()
 
     def once() -> Tensor:
         here = world()

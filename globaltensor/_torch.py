@@ -491,9 +491,13 @@ def tracing() -> Any:
                 checked.set_default_validate_args(_validating[0])
 
 
+#: Returns the innermost transform of torch.func (vmap, grad) that is at work, or None: its tensors stand for others, and there is no public way to ask.
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
 def transforming() -> bool:
-    """Return True if a transform of torch.func (vmap, grad) is at work: its tensors stand for others, and there is no public way to ask."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Return True if a transform of torch.func is at work."""
+    return innermost_transform() is not None
 
 
 #: Where torch's transformer layers, given a mask and not told is_causal, look at its values to see whether a kernel for causal masks would do (torch 2.0). A

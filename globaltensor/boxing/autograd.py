@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .._torch import function_mode_on, is_zero_tensor, storage_key
+from .._torch import function_mode_on, innermost_transform, is_zero_tensor, storage_key
 from ..distributed.world import world
 from ..errors import BoxingError
 from ..sbp import broadcast, partial_sum
@@ -37,7 +37,8 @@ def box(local: Tensor, src: Spec, dst: Spec, grad: Spec | None = None, why: str 
         return local
     if function_mode_on():
         return shown(box, local, src, dst, grad, why, alias)  # type: ignore[no-any-return]
-    refuse_transforms()
+    if innermost_transform() is not None:
+        refuse_transforms()
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():

@@ -174,6 +174,7 @@ class Comm(ABC):
         """Forget what was compared up to now."""
         self._log = hashlib.blake2b(digest_size=8)  # of the collectives, each with what was run before it
         self._histories: list[History] = []
+        self._own: History | None = None  # of these ranks, where it is the only one that they have together
         self._known_histories = self._collectives = 0
         self._digest = b""  # of the last one
 
@@ -229,18 +230,24 @@ class Comm(ABC):
         if world.pace is not None:
             world.pace.meet(self, kind)
         if world.compares and self.size > 1:
-            self._digest = self._next_digest(kind, dtype, op)
+            if self._known_histories != len(world.histories):
+                self._find_histories()
+            self._collectives += 1
+            label, own = _label(kind, dtype, op), self._own
+            if own is not None:  # a quarter of a microsecond; the general way takes four times as long
+                own.record(label)
+                self._digest = own.digest()
+            else:
+                self._log.update(b"".join([label, *[h.digest() for h in self._histories]]))
+                self._digest = self._log.digest()
             world.kind = kind
             self._compare(device)
 
-    def _next_digest(self, kind: str, dtype: torch.dtype | None, op: str) -> bytes:
-        if self._known_histories != len(self.world.histories):
-            ranks = frozenset(self.ranks)
-            self._histories = [h for h in self.world.histories.values() if ranks <= h.ranks]
-            self._known_histories = len(self.world.histories)
-        self._collectives += 1
-        self._log.update(b"".join([_label(kind, dtype, op), *[h.digest() for h in self._histories]]))
-        return self._log.digest()
+    def _find_histories(self) -> None:
+        ranks = frozenset(self.ranks)
+        self._histories = [h for h in self.world.histories.values() if ranks <= h.ranks]
+        self._known_histories = len(self.world.histories)
+        self._own = self._histories[0] if len(self._histories) == 1 and self._histories[0].ranks == ranks else None
 
     def _compare(self, device: torch.device) -> None:
         """Compare the digest with that of the other ranks, where the data does not carry it."""

@@ -46,12 +46,14 @@ _ignore: Callable[[bytes], None] = deque[bytes](maxlen=0).append  # a function t
 class History:
     """A rolling digest of what this rank has run on global tensors of some ranks. ``record`` adds to it, and costs some 20 ns."""
 
-    __slots__ = ("_hash", "operations", "ranks", "record")
+    __slots__ = ("digest", "operations", "ranks", "record")
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
-        self._hash = hashlib.blake2b(digest_size=8)
-        self.record: Callable[[bytes], None] = self._hash.update if len(self.ranks) > 1 else _ignore
+        rolling = hashlib.blake2b(digest_size=8)
+        self.record: Callable[[bytes], None] = rolling.update if len(self.ranks) > 1 else _ignore
+        #: Returns the digest of all that was recorded up to now.
+        self.digest: Callable[[], bytes] = rolling.digest
         #: The operations that were planned, each once, in the order of their first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
 
@@ -68,10 +70,6 @@ class History:
             if len(self.operations) > _MAX_OPERATIONS:
                 self.operations.popitem(last=False)
         return digest
-
-    def digest(self) -> bytes:
-        """Return the digest of all that was recorded up to now."""
-        return self._hash.digest()
 
 
 def digest_of(text: str) -> bytes:

@@ -183,7 +183,7 @@ class ProcessComm(MessageComm):
 
     def _dense(self, some: Tensor, longest: int | None) -> bool:
         """Whether an all-to-all can carry this: on the cpu, and not too long to be counted. ``longest`` is the same on every rank, so the answer is."""
-        return some.device.type == "cpu" and not self._mpi and longest is not None and longest * some.itemsize <= _LONGEST
+        return some.is_cpu and not self._mpi and longest is not None and longest * some.itemsize <= _LONGEST
 
     def _all_to_all_parts(self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None) -> list[Tensor]:
         own = sends[self.index]
@@ -228,7 +228,7 @@ class ProcessComm(MessageComm):
 
     def _replicates(self, flat: Tensor, numels: Sequence[int]) -> bool:
         # All ranks must choose alike, so by the longest share, not by the own one.
-        return flat.device.type == "cpu" and not self._mpi and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
+        return flat.is_cpu and not self._mpi and (self.size == 2 or max(numels) * flat.itemsize <= _REPLICATED)
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
         if not self._native(out.device):
@@ -298,7 +298,7 @@ class ProcessComm(MessageComm):
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        if flat.nbytes * (self.size - 1) <= (_TOLD if self.size > 2 else _SWAPPED) and flat.device.type == "cpu" and not self._mpi:
+        if flat.nbytes * (self.size - 1) <= (_TOLD if self.size > 2 else _SWAPPED) and flat.is_cpu and not self._mpi:
             return self._tell_all(flat, op)
         if flat.dtype in _NATIVE_REDUCES or self._mpi:
             # Gloo's own too: its threads work without Python's lock, which a backward pass under way needs. Asked of the group itself: what torch's function

@@ -40,16 +40,14 @@ class SharedComm(ProcessComm):
         super().__init__(world, ranks)
         self._others = [i for i in range(self.size) if i != self.index]
         self._topic = topic(ranks)
-        self._number, self._asked = 0, False
-        self._found: Neighbours | None = None
+        self._number = 0
+        self._near: dict[torch.device, Neighbours | None] = {}
 
     def near(self, device: torch.device) -> Neighbours | None:
         """Those of this host, where all are of it and they can carry this."""
-        if device.type != "cpu" or self._native(device) or self.size > _MANY:
-            return None
-        if not self._asked:
-            self._found, self._asked = self._meet(), True
-        return self._found
+        if device not in self._near:  # to ask for its type takes longer than all else here
+            self._near[device] = None if device.type != "cpu" or self._native(device) or self.size > _MANY else self._meet()
+        return self._near[device]
 
     def _meet(self) -> Neighbours | None:
         mine = neighbours(self.world)
