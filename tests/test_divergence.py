@@ -321,6 +321,7 @@ def late() -> int:
 
 def test_later_collectives_are_compared_at_intervals(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n for n in range(1, 100) if due(n)] == [*range(1, ALWAYS_COMPARED + 1), *range(ALWAYS_COMPARED + COMPARED_EVERY, 100, COMPARED_EVERY)]
+    assert [n for n in range(1000, 1100) if due(n)] == [1000, 1008, 1016, 1024, 1040, 1056, 1072, 1088]
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
     first, second = fresh_pool(2).run(late)
     assert first == second >= 0
