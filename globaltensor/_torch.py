@@ -644,8 +644,8 @@ def _exporting(export: Any, held: Any) -> Any:
 
 
 def before_collectives(reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]) -> None:
-    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed while anything is ``noted``. ``reads``: name -> the argument
-    that it reads.
+    """Have ``check(name, what it reads, op, group)`` called before collectives of torch.distributed while anything is ``noted``. ``reads``: name -> the
+    argument that it reads.
 
     These functions take plain tensors, of which nobody else is told. Names that were imported from torch.distributed before this keep the originals.
     """

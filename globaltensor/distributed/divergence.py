@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: The first collectives of a communicator are all compared before data moves, later ones at intervals: most programs that diverge do so in their first steps,
-#: and a message takes 0.15 ms on gloo, more where the other rank computes: one in 8 took 1.3 % of a tensor-parallel step of a GPT 4 x 128, one in 16 half of that.
+#: and a message takes 0.15 ms on gloo, more where the other rank computes: one in 8 took 1.3 % of a tensor-parallel step of a GPT 4 x 128.
 ALWAYS_COMPARED: Final = 64
 COMPARED_EVERY: Final = 8
 OFTEN_COMPARED: Final = 1024  # collectives, after which the interval is twice as long
