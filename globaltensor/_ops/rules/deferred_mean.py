@@ -62,9 +62,15 @@ class PendingCount:
         part = self.part
         assert isinstance(part, GlobalTensor)
         both = torch.stack([part._local.detach(), torch.full_like(part._local, some)])
-        wait = functools.cache(reduce_partials_async(GlobalTensor.wrap(both, part._spec.replace(shape=(2,)))))
-        self._wait = lambda: cast(torch.Tensor, wait()[0])
-        return lambda: bool(cast(GlobalTensor, wait())._local[1])
+        wait = cast(Callable[[], GlobalTensor], functools.cache(reduce_partials_async(GlobalTensor.wrap(both, part._spec.replace(shape=(2,))))))
+
+        def count() -> torch.Tensor:
+            # Taken from the local tensor: each rank waits for it when it wants to, so this must be no operation on a global tensor, which the ranks compare.
+            whole = wait()
+            return GlobalTensor.wrap(whole._local[0], whole._spec.replace(shape=()))
+
+        self._wait = count
+        return lambda: bool(wait()._local[1])
 
     def __call__(self) -> torch.Tensor:
         """The sum on every rank. Collective where it has not been started."""
