@@ -332,7 +332,7 @@ def test_a_model_with_experts() -> None:
 
     model, batch = build("mixtral"), FAMILIES["mixtral"][3](4)
     plan = flow.auto.plan(model, (), "dgx-h100", kwargs=batch, mesh=(4,))
-    assert any(call.function == "experts" for call in plan.calls)
+    assert any(call.function == "moe_experts" for call in plan.calls)
     assert not any("forward" in part.__dict__ for part in model.modules())  # it is as it was
     want = copy.deepcopy(model)(**batch).loss.item()
 

@@ -39,7 +39,7 @@ def test_the_examples_run_and_print_what_they_are_said_to(
             assert capsys.readouterr().out.replace(f"{page.parent}/", "").strip() == printed.strip(), f"{page.name}, below line {before}"
 
 
-#: Pages on which a program writes a file in its own way and reads it: on ranks that share a folder one could read what another has half written.
+#: Pages whose program writes a file with Python's own functions and reads it again. In a shared folder one rank could read what another has written half.
 FOLDER_OF_A_RANK = {"pipeline.md"}
 
 

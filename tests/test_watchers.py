@@ -306,7 +306,7 @@ def test_ranks_on_which_objects_go_at_other_times_take_the_same_decisions() -> N
 
 
 class Sharing(flow.nn.Graph):
-    """Trains two layers by SGD whose gradients are shared out among the ranks (ZeRO 2), each in a message of its own."""
+    """A training graph of SGD whose gradients are reduce-scattered (ZeRO 2)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Sharing(flow.nn.Graph):
 
 
 def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
-    """Whether steps are those of one device while what has looked at gradients is gone on all ranks but the first."""
+    """Return, for each step, True if its loss is that of one device. On the first rank alone an object that has looked at gradients is still alive."""
     ours, found = Task(False), []
     ours.step(Doubled.apply)
     Doubled.seen.clear()

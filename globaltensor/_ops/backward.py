@@ -151,11 +151,11 @@ def run_with_pending_scale(total: torch.Tensor, start: torch.Tensor, count: Pend
         found = count()
         run([total], [start / (found._local if isinstance(found, GlobalTensor) else found)], retain_graph, False, None)
         return
-    here.owed, here.all_owe, here.asked = count, not count.started, False
+    here.owed, here.scaled_after_sum, here.asked = count, not count.started, False
     try:
         run([total], [start / count.bound], retain_graph, False, None)
     finally:
-        here.owed, here.all_owe = None, False
+        here.owed, here.scaled_after_sum = None, False
         count.drop()
 
 

@@ -137,7 +137,7 @@ def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
-_MAX_NUMBERS = 64  # of one plan, whose digests are kept
+_MAX_CACHED_DIGESTS = 64  # of one plan
 
 
 def _not_recorded(digest: bytes) -> None:
@@ -151,7 +151,7 @@ class CallPlan:
 
     def __init__(self) -> None:
         self.digest = b""  # of the call, as `record`, which adds it to what this rank has run, takes it
-        self.digests: dict[Any, bytes] = {}  # that of a call with a number that the plan does not depend on, by the number
+        self.digests: dict[Any, bytes] = {}  # number that the plan does not depend on -> digest of the call with it
         self.record: Callable[[bytes], None] = _not_recorded
         self.direct = self.view = False
         self.usual = False  # of the default dtype, on the cpu: what a wrapper is unless told otherwise, and telling takes a third of making it
@@ -163,8 +163,8 @@ class CallPlan:
         self.device: torch.device | None = None
 
     def digest_with(self, number: Any) -> bytes:
-        """Return the digest of a call with this number, and keep it: the same numbers come again in each step. Zeros of both signs are taken for one."""
-        if len(self.digests) >= _MAX_NUMBERS:
+        """Return the digest of a call with this number, and cache it: a training step uses the same numbers again. The digest of 0.0 and -0.0 is the same."""
+        if len(self.digests) >= _MAX_CACHED_DIGESTS:
             self.digests.clear()
         found = self.digests[number] = self.digest + repr(number).encode()
         return found

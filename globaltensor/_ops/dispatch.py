@@ -87,7 +87,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         return handler(func, args, kwargs or {})
     key: list[Any] = [func] if not _any_autocast() else [func, autocast_state()]
     values: list[Any] = []  # the arguments, with local tensors
-    number: Any = None  # that the plan does not depend on, for the record of what was run; a tuple where there are several
+    number: Any = None  # the number that the plan does not depend on, for the history of operations; a tuple if there are several
     for a in args:
         t = type(a)
         if t is SlottedGlobalTensor:
@@ -109,7 +109,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
             key.append(a)
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
-        elif t is list and func not in _SCALARS:  # what `_key` gives, without a call of it
+        elif t is list and func not in _SCALARS:  # what `_key` returns, without the cost of a call
             key.append((list, *[v._spec if type(v) in ORDINARY else _key(v, False) for v in a]))
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)
@@ -167,7 +167,7 @@ _PLAIN = frozenset({int, type(None)})
 
 def _refuse_in_function(args: tuple[Any, ...]) -> None:
     """In the forward of a custom autograd.Function gradients are off, and its backward would see parts as if they were whole: say so, at its first op."""
-    for a in args:  # a generator would take four times as long, in each op of inference
+    for a in args:  # not a generator: it takes four times as long, and inference pays for it in each op
         if type(a) in ORDINARY and a._local.requires_grad:
             break
     else:
@@ -214,7 +214,7 @@ def _spelled(value: Any) -> str:
 
 
 def _numbers_in(a: Any) -> bytes:
-    """Give the numbers in an argument of any kind, for the record of what was run."""
+    """Return the text of all numbers in an argument, for the history of operations."""
     if isinstance(a, (int, float, complex)):
         return repr(a).encode()
     if isinstance(a, (tuple, list)):

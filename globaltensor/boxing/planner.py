@@ -60,7 +60,7 @@ class BoxingPlan:
 
 
 def plan_boxing(src: Spec, dst: Spec) -> BoxingPlan:
-    """The cheapest route under the current cluster. Raises BoxingError where shape or dtype differ, or no route exists.
+    """Return the cheapest route under the current cluster. Raises BoxingError where shape or dtype differ, or no route exists.
 
     >>> from globaltensor.sharding.placement import placement
     >>> from globaltensor.sbp import split, broadcast
@@ -84,8 +84,8 @@ def _plan(src: Spec, dst: Spec, cluster: Cluster) -> BoxingPlan:
 
 
 def _menu(spec: Spec, other: Layout, more: list[Sbp]) -> list[list[Sbp]]:
-    """Give the entries worth trying on each axis of a placement: those of either end, of any axis, and broadcast. A partial of another axis too: a small
-    tensor that is split on one axis and partial on the other is padded, and summed over both at once."""
+    """Return the entries worth trying on each axis of a placement: broadcast, and those of source and destination on any axis. These include partials of
+    another axis: a small tensor that is split on one axis and partial on the other is padded, then reduced over both axes at once."""
     same = len(other) == len(spec.layout)
     return [
         list(dict.fromkeys((entry, *((other[a],) if same else ()), broadcast, *spec.layout, *other, *more))) for a, entry in enumerate(spec.layout)

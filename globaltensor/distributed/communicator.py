@@ -187,7 +187,7 @@ class Communicator(ABC):
         """Forget what was compared up to now."""
         self._log = hashlib.blake2b(digest_size=8)  # of the collectives, each with what was run before it
         self._histories: list[History] = []
-        self._own: History | None = None  # of these ranks, where it is the only one that they have together
+        self._own: History | None = None  # the history of exactly these ranks, if they share no other
         self._known_histories = self._collectives = 0
         self._digest = b""  # of the last one
 
@@ -247,7 +247,7 @@ class Communicator(ABC):
                 self._find_histories()
             self._collectives += 1
             label, own = _label(kind, dtype, op), self._own
-            if own is not None:  # a quarter of a microsecond; the general way takes four times as long
+            if own is not None:  # the usual case, in which one digest says all
                 own.record(label)
                 self._digest = own.digest()
             else:

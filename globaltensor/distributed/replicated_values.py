@@ -38,9 +38,9 @@ def _refuse(name: str, tensors: Iterable[Any], size: int) -> None:
         if isinstance(t, torch.Tensor) and t in _noted and not t.is_inference() and _noted[t] == t._version:
             raise ReplicatedError(
                 f"torch.distributed.{name}: this tensor of shape {list(t.shape)} was written by operations on global tensors, so each rank already holds the "
-                f"result for the whole batch, and adding it up over {size} ranks would count it {size} times. Use the value as it is. A metric "
-                "that adds up over ranks itself leaves that out where it is fed global tensors (torchmetrics: sync_on_compute=False). To combine "
-                "the ranks' copies all the same pass tensor.clone()"
+                f"result for the whole batch, and adding it up over {size} ranks would count it {size} times. Use the value as it is. If a metric "
+                "sums over ranks, switch that off when you feed it global tensors (torchmetrics: sync_on_compute=False). To sum the copies of the "
+                "ranks on purpose, pass tensor.clone()"
             )
 
 

@@ -20,7 +20,7 @@ _BASES = ("base_layer", "original_module")
 
 
 def transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer keeps its weight as [inputs, outputs] (transformers' Conv1D)."""
+    """Return True if a linear layer keeps its weight as [inputs, outputs] (transformers' Conv1D)."""
     return not isinstance(module, nn.Linear) and hasattr(module, "nf") and "weight" in module._parameters
 
 
@@ -59,7 +59,7 @@ class Layer:
             yield f"{self.path}.{name}".lstrip("."), parameter
 
     def own(self, path: str) -> bool:
-        """Return whether a parameter is the layer's itself."""
+        """Return True if a parameter is the layer's itself."""
         return path.rpartition(".")[0] == self.inner
 
     def of_outputs(self, parameter: torch.Tensor) -> int | None:
@@ -88,7 +88,7 @@ class Layer:
 
 
 def _from_right(module: nn.Module, base: nn.Module) -> bool:
-    """Return whether a module applies matrices of its own to a square layer's inputs from the right: the first of them, which takes these, is [inputs, rank].
+    """Return True if a module applies matrices of its own to a square layer's inputs from the right: the first of them, which takes these, is [inputs, rank].
     """
     inputs, outputs = _sizes(base)
     first = next((p for p in module._parameters.values() if p is not None and p.dim() == 2), None)
@@ -122,7 +122,7 @@ def _seated(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> La
 
 
 def _stands_for(module: nn.Module, name: str, base: nn.Module) -> bool:
-    """Return whether a module is its child of that name, which is or stands for ``base``, and pairs of low-rank matrices beside it."""
+    """Return True if a module is its child of that name, which is or stands for ``base``, and pairs of low-rank matrices beside it."""
     if name in _BASES:
         return True
     inputs, outputs = _sizes(base)

@@ -320,7 +320,7 @@ def _dim_of(parameter: torch.Tensor, style: str) -> int | None:
 
 
 def _cuts_heads(part: _Part, parts: Sequence[_Part], model: nn.Module, size: int) -> bool:
-    """Return whether a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
+    """Return True if a layer gives fewer heads than one beside it (those of keys and values), and so few that ranks would have parts of a head: then every rank
     computes them all, as in Megatron-LM, and nothing moves."""
     around, layer = _around(part), part.base
     width = getattr(model.get_submodule(around), "head_dim", None)

@@ -65,7 +65,7 @@ class PendingCount:
         wait = cast(Callable[[], GlobalTensor], functools.cache(reduce_partials_async(GlobalTensor.wrap(both, part._spec.replace(shape=(2,))))))
 
         def count() -> torch.Tensor:
-            # Taken from the local tensor: each rank waits for it when it wants to, so this must be no operation on a global tensor, which the ranks compare.
+            # Each rank calls this at a time of its own. So it takes the local tensor: operations on global tensors are compared between ranks.
             whole = wait()
             return GlobalTensor.wrap(whole._local[0], whole._spec.replace(shape=()))
 
@@ -97,7 +97,7 @@ class PendingCount:
         return self._factor
 
     def may_ride(self) -> bool:
-        """Return whether backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
+        """Return True if backward is likely to bring it: it is a sum of parts, all ranks have one, and gradients are summed over the ranks with nobody looking.
         Collective."""
         here, part = world(), self.part
         found = here.reducer

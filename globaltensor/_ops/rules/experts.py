@@ -48,7 +48,7 @@ class TokenFunction(ABC):
 
 
 def moe_experts(x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, function: Function = gated, shared: Sequence[Tensor] = ()) -> Tensor:
-    """``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens, hidden] -> [tokens, hidden], of the dtype of ``x``.
+    """Compute ``sum_j weights[t, j] * expert_{index[t, j]}(x[t])`` of every token t: [tokens, hidden] -> [tokens, hidden], of the dtype of ``x``.
 
     ``index``, ``weights`` [tokens, k]: the experts of each token and how much each counts; a number that is no expert's counts for nothing.
     ``parameters``: of each the first dim is the experts: ``gate_up [experts, 2 * inner, hidden]`` and ``down [experts, hidden, inner]`` for

@@ -42,7 +42,7 @@ class Room:
 
     @property
     def free(self) -> bool:
-        """Return whether nothing shows its memory."""
+        """Return True if nothing shows its memory."""
         return self._loan is None or self._loan() is None
 
     def lend(self, dtype: torch.dtype) -> torch.Tensor:

@@ -286,7 +286,7 @@ def _laid_otherwise(one: Gathering) -> bool:
 
 
 def _is_ready(state: GatherState, one: Gathering) -> bool:
-    """Return whether it has been gathered ahead, and has not been written into since."""
+    """Return True if it has been gathered ahead, and has not been written into since."""
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()

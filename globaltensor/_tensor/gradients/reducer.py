@@ -239,7 +239,7 @@ class Reducer:
         self.queued = False
         self.before: list[Callable[[], None]] = []
         self.owed: PendingScale | None = None  # what every gradient of the pass under way has yet to be multiplied by
-        self.all_owe = False  # whether it is owed on every rank; otherwise each rank has decided that for itself, and pays before the sum
+        self.scaled_after_sum = False  # True if every rank's gradients lack it; otherwise each rank decides for itself, and multiplies its own before the sum
         self.rides = False  # whether such numbers may travel with gradients (`fuse_loss_count`)
         self.asked = False  # for the last such number before a backward pass could bring it
         self.watchers = Watchers()  # what may see gradients before they come here (hooks, leaves of other kinds): then none may be owed anything
@@ -252,7 +252,7 @@ class Reducer:
 
     @property
     def watched(self) -> bool:
-        """Return whether gradients may be seen on this rank before they come here. Set to True: from now on, for good."""
+        """Return True if gradients may be seen on this rank before they come here. Set to True: from now on, for good."""
         return bool(self.deferred or self.watchers.alive)
 
     @watched.setter
@@ -388,7 +388,7 @@ class Reducer:
         bucket.clear()
         if self.owed is not None:
             self.owed.start()
-        if not self.all_owe and (factor := self.factor()) != 1:
+        if not self.scaled_after_sum and (factor := self.factor()) != 1:
             flat *= factor
         handle = world().comm(first.ranks).reduce_scatter_async(chunks, "sum")
         self.under_way.append((leaves, handle, dtype))
@@ -399,7 +399,7 @@ class Reducer:
         """Wait for the bucket of shares that was sent first."""
         leaves, handle, dtype = self.under_way.popleft()
         handle.wait()
-        value, at = handle.value * factor if self.all_owe and (factor := self.factor()) != 1 else handle.value, 0
+        value, at = handle.value * factor if self.scaled_after_sum and (factor := self.factor()) != 1 else handle.value, 0
         for leaf in leaves:
             n = math.prod(leaf.part)
             leaf.put(value[at : at + n].view(leaf.part).to(dtype))

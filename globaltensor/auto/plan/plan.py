@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Return whether no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search.
+        """Return True if no plan in the space of the search costs less, as far as floats tell (`solver.proven`), and errors have kept nothing from the search.
         """
         return not self.lost and proven(self.cost, self.bound)
 

@@ -53,5 +53,5 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Return whether the cost is proven least (`proven`)."""
+        """Return True if the cost is proven least (`proven`)."""
         return self.choice is not None and proven(self.cost, self.bound)

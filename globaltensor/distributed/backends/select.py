@@ -25,7 +25,7 @@ _AUTO = "auto"
 
 
 def select_backend(requested: str | None = None, place: Detected | None = None) -> str:
-    """The backend to use, as torch spells it (``"gloo"``, ``"mpi"``, ``"cpu:gloo,cuda:nccl"``).
+    """Return the backend to use, as torch spells it (``"gloo"``, ``"mpi"``, ``"cpu:gloo,cuda:nccl"``).
 
     ``requested``: a name, taken as it is, or ``"auto"``; None: what the environment variable GLOBALTENSOR_BACKEND says, else ``"auto"``. Auto is NCCL
     where there are CUDA devices, MPI in ranks that an MPI launcher started (``place``, see detect) if mpi4py is installed, else Gloo.
@@ -55,7 +55,7 @@ def _by_mpi(place: Detected | None) -> bool:
 
 
 def backend_names(backend: str) -> set[str]:
-    """The backends that a torch spelling names.
+    """Return the backends that a torch spelling names.
 
     >>> sorted(backend_names("cpu:gloo,cuda:nccl"))
     ['gloo', 'nccl']
@@ -64,7 +64,7 @@ def backend_names(backend: str) -> set[str]:
 
 
 def missing_requirement(backend: str) -> str:
-    """What a torch spelling needs that is not here, and what would do instead; empty where nothing is known to be missing."""
+    """Return what a torch spelling needs that is missing here, and what would do instead; empty where nothing is known to be missing."""
     if "nccl" in backend_names(backend) and not (dist.is_nccl_available() and torch.cuda.is_available()):
         return f"NCCL needs CUDA devices and a torch made for them, but torch {torch.__version__} shows none here: use gloo or mpi"
     return ""

@@ -17,7 +17,7 @@ __all__ = ["Simulation", "simulate"]
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """The timeline of a schedule. ``peak_activations``: the most activations that each lane holds; ``peak_bytes``: their bytes, where bytes were given."""
+    """The timeline of a schedule. ``in_flight``: the most activations that each lane holds; ``peak_bytes``: their bytes, where bytes were given."""
 
     schedule: Schedule | None = None
     in_flight: tuple[int, ...] = ()

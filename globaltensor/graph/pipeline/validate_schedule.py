@@ -126,7 +126,7 @@ def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[A
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations that each lane holds at a time: those of a stage and micro-batch from F to B, or to W; none in evaluation."""
+    """Return the most activations that each lane holds at a time: those of a stage and micro-batch from F to B, or to W; none in evaluation."""
     return tuple(peak for peak, _ in map(_peaks, schedule.rows)) if schedule.trains else (0,) * len(schedule.rows)
 
 

@@ -45,7 +45,7 @@ _method: ContextVar[str] = ContextVar("globaltensor_attention", default="auto")
 
 @contextmanager
 def context_parallel(method: str) -> Iterator[None]:
-    """How ``scaled_dot_product_attention`` works in this block where the sequence of its keys is split: "ring", "heads", "gather", or "auto".
+    """Choose how ``scaled_dot_product_attention`` works in this block if the sequence of its keys is split: "ring", "heads", "gather", or "auto".
 
     "auto" takes what moves the fewest bytes among the first two ("heads" only where the heads divide by the ranks), and "gather" for short sequences.
     Dropout needs "heads" or "gather"; with "ring" it gathers. All ranks must say the same. Raises SbpError for another name, and at an attention
