@@ -44,9 +44,9 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     """
     here = world()
     if route.bytes and here.compares:
-        here.history(route.places).record(route.digest)
-        here.purpose = why or "to_global", route.src, route.dst
-    key = ~here.rank if here.dry or route.src.placement.type == "meta" else here.rank
+        here.history(route.places).record(route.cached_digest or route.digest)
+        here.purpose = why, route
+    key = ~here.rank if here.dry or route.on_meta else here.rank
     program = route.programs.get(key)
     if program is None:
         program = route.programs[key] = _compile(route, here.rank, _STEPS if key == here.rank else _DRY_STEPS)

@@ -30,22 +30,23 @@ _Hop = tuple[_State, _State, str, tuple[int, ...], int, float]  # from, to, kind
 class BoxingPlan:
     """How a tensor gets from ``src`` to ``dst``: ``moves`` in order. Printing it shows one line for each move."""
 
-    __slots__ = ("_digest", "bytes", "dst", "moves", "places", "programs", "seconds", "src")
+    __slots__ = ("bytes", "cached_digest", "dst", "moves", "on_meta", "places", "programs", "seconds", "src")
 
     def __init__(self, src: Spec, dst: Spec, moves: tuple[Move, ...]) -> None:
         self.src, self.dst, self.moves = src, dst, moves
         self.bytes: int = sum(m.bytes for m in moves)
         self.seconds: float = sum(m.seconds for m in moves)
         self.places = (src.placement,) if src.placement is dst.placement else (src.placement, dst.placement)
-        self._digest = b""
+        self.on_meta = src.placement.type == "meta"
+        self.cached_digest = b""
         self.programs: dict[int, object] = {}  # what `execute` compiled, by rank; by ~rank where nothing is sent
 
     @property
     def digest(self) -> bytes:
         """What ranks record of it, and compare."""
-        if not self._digest:
-            self._digest = digest_of(f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on {self.dst.placement!r}")
-        return self._digest
+        if not self.cached_digest:
+            self.cached_digest = digest_of(f"box {self.src!r} on {self.src.placement!r} to {self.dst!r} on {self.dst.placement!r}")
+        return self.cached_digest
 
     @property
     def is_noop(self) -> bool:

@@ -14,7 +14,7 @@ import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from .._base.user_code import user_line
 from ..sharding.tensor_kinds import Kind
@@ -78,13 +78,13 @@ def digest_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-#: What a collective is for: a text, or the text of what needs a boxing and its source and destination.
-Purpose = str | tuple[str, object, object]
+#: What a collective is for: a text; or the text of what needs a boxing, and its plan, which has ``src`` and ``dst``.
+Purpose = str | tuple[str, Any]
 
 
 def spelled(purpose: Purpose) -> str:
     """Return a purpose as errors show it."""
-    return purpose if isinstance(purpose, str) else f"{purpose[0]}: {purpose[1]!r} -> {purpose[2]!r}"
+    return purpose if isinstance(purpose, str) else f"{purpose[0] or 'to_global'}: {purpose[1].src!r} -> {purpose[1].dst!r}"
 
 
 def due(count: int) -> bool:

@@ -146,7 +146,7 @@ class SharedBlock:
     """What a neighbour has left for this rank: ``data``, flat bytes in memory of its own, there until ``done``; and the digest of what it belongs to."""
 
     def __init__(self, file: _File, mark: int, start: int, nbytes: int, digest: bytes) -> None:
-        self.data, self.digest = file.part(start, nbytes), digest
+        self.data, self.nbytes, self.digest = file.part(start, nbytes), nbytes, digest
         self._file, self._mark = file, mark
 
     def done(self) -> None:
