@@ -17,7 +17,7 @@ from globaltensor._ops.rules.view import groups, own
 from globaltensor.distributed.simulate import simulate
 
 T = torch.Tensor
-B, S = flow.sbp.broadcast, flow.sbp.split
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -241,15 +241,31 @@ def test_a_split_dim_stays_split_where_neighbours_are_looked_at(name: str, run: 
     simulate(2, traffic)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_what_is_written_into_windows_reaches_their_base(step: int) -> None:
-    def on_ranks() -> None:
-        for sbp in (S(0), S(1), B):
-            plain = torch.arange(28.0).view(7, 4)
-            given = plain.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp) * 1  # type: ignore[attr-defined]
-            plain = plain.clone()
-            for t in (plain, given):
-                t.unfold(0, 2, step)[..., 0].mul_(3)
-            assert torch.equal(full(given), plain)
+@pytest.mark.parametrize("view", [
+    *(pytest.param(lambda x, size=size, step=step: x.unfold(0, size, step), id=f"{size} {step}") for size, step in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2))),
+    pytest.param(lambda x: x.as_strided((6, 4, 2), (4, 1, 4)), id="as_strided"),
+])  # fmt: skip
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_written_into_windows_reaches_their_base(view: Callable[[Any], Any], world: int) -> None:
+    """Windows that overlap show an element several times: only the place that was written into may count, and the others show what is written there."""
 
-    simulate(2, on_ranks)
+    def on_ranks() -> None:
+        place = flow.placement("cpu", [0, 1] if world == 2 else [[0, 1], [2, 3]])
+        for layout in ((S(0), S(0)), (S(1), S(1)), (S(0), S(1)), (B, S(0)), (B, B), (P, S(0)), (P, B)):
+            start = (torch.arange(28.0).view(7, 4) - 9).requires_grad_()
+            start.data[2, 1] = torch.nan
+            given = start.detach().to_global(place, [B] * place.axes).to_global(sbp=layout[: place.axes]).requires_grad_()  # type: ignore[attr-defined]
+            for k in range(view(start).shape[-1]):
+                found = []
+                for leaf in (start, given):
+                    leaf.grad = None
+                    t = leaf * 1
+                    windows = view(t)
+                    windows[..., k].nan_to_num_(5.0).mul_(-3)
+                    (t.nan_to_num().square().sum() + (windows.nan_to_num() * 2).sum()).backward()
+                    found.append((t.detach(), windows.detach(), leaf.grad))
+                plain, ours = found[0], [full(t) for t in found[1]]
+                assert all(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, ours, strict=True))
+                assert all(torch.equal(a.signbit(), b.signbit()) for a, b in zip(plain[:2], ours, strict=False))
+
+    simulate(world, on_ranks)

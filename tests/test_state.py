@@ -100,6 +100,19 @@ def bare(device: str) -> Any:
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
 
 
+def test_loaded_state_lies_on_the_device_of_the_parameter_on_ranks_without_a_part_too() -> None:
+    """A fused optimizer takes the empty parts with the rest: on GPUs they may not be on the host. A placement on "meta" shows the device without one."""
+
+    def on_ranks() -> None:
+        p = nn.Parameter(torch.empty(4, 3, device="meta").to_global(flow.placement("meta", [0]), B))  # type: ignore[attr-defined]
+        optimizer = torch.optim.Adam([p])
+        state = {0: {name: torch.ones(4, 3) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(1.0)}}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        assert {optimizer.state[p][name].to_local().device.type for name in ("exp_avg", "exp_avg_sq")} == {"meta"}
+
+    simulate(2, on_ranks)
+
+
 def test_a_model_on_the_meta_device_gets_memory_for_its_parts() -> None:
     def body() -> None:
         wanted, x = model_of(), values(6, 4)

@@ -616,7 +616,8 @@ def _by_a_bit(dim: int, together: int) -> None:
     for bit, of in (("conj", lambda x: x), ("neg", lambda x: x.real)):
         for marked in (False, True):
             leaves = [nn.Parameter(of(x).to_global(place, B).to_global(sbp=S(dim))) for x in values]
-            given = [(g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in grad]
+            there = [g.to(leaves[0].device) for g in grad]
+            given = [(g.conj() if bit == "conj" else g.conj().imag) if marked else of(g) for g in there]
             assert all(getattr(g, f"is_{bit}")() is marked for g in given)
             wholes = [parameter_gather.gather_param(p, p._spec, p._spec.replace(layout=(B,)), "a test") for p in leaves]
             torch.autograd.backward(wholes, given)

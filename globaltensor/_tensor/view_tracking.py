@@ -17,6 +17,7 @@ import torch
 
 from .._base import torch_private
 from ..boxing import box
+from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .strides import copy_noted_strides
@@ -114,8 +115,36 @@ class RemoteView(SlottedGlobalTensor):
             source[index] = value
         else:
             ids: Any = torch.arange(source.numel()).view(source.shape)
-            source.copy_(source.put(taken(ids), value))
+            shown = taken(ids)
+            if _overlaps(shown):
+                source.copy_(_put_changed(source, shown, value, taken(source)))
+                return  # it is taken anew: the other places of what was written into show it too
+            source.copy_(source.put(shown, value))
         self.follow(local, origin)
+
+
+def _overlaps(view: torch.Tensor) -> bool:
+    """Tell by its strides whether a view may show an element several times."""
+    reach = 0
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _put_changed(source: GlobalTensor, shown: Any, value: Any, before: Any) -> Any:
+    """Write what differs between two states of a view, ``before`` and ``value``, into a copy of ``source``, whose elements the view may show several times.
+
+    ``shown``: the number in ``source`` of each element of the view. Of the places that show an element, the last one that changed counts: overlapping windows
+    that were not written into still hold the old value."""
+    changed = (value != before) & ~(value.isnan() & before.isnan())
+    if value.dtype.is_floating_point:
+        changed = changed | (value.signbit() != before.signbit())
+    places = torch.where(changed.flatten(), torch.arange(shown.numel()), -1)
+    last = torch.full((source.numel(),), -1).to_global(source.placement, [broadcast] * source.placement.axes)  # type: ignore[attr-defined]
+    last = last.scatter_reduce(0, shown.flatten(), places, "amax").view(source.shape)
+    return torch.where(last >= 0, value.take(last.clamp(min=0)), source)
 
 
 def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:

@@ -350,7 +350,7 @@ class _Swap:
             return twin[1]
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
-                known[k] = _beside(spec, v)
+                known[k] = _beside(p, spec, v)
             elif isinstance(v, GlobalTensor):  # a count of steps that was loaded from a state made global as a whole
                 known[k] = torch.from_numpy(v.numpy()).to(v.device)
         mine = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
@@ -442,13 +442,14 @@ def _ordinary(p: GlobalTensor, rank: int) -> bool:
     return not any(e.is_partial and e is not partial_sum for e in spec.layout)
 
 
-def _beside(spec: Spec, value: torch.Tensor) -> GlobalTensor:
-    """State that lies as what is stepped does. What was loaded may lie otherwise, or be a plain whole value."""
+def _beside(p: GlobalTensor, spec: Spec, value: torch.Tensor) -> GlobalTensor:
+    """Lay out state as what is stepped of its parameter. What was loaded may lie otherwise, or be a plain whole value.
+
+    The part is on the device of the parameter's own, also on ranks outside the placement: fused kernels take the empty parts with the rest."""
     if isinstance(value, GlobalTensor) and value._spec is spec.replace(dtype=value._spec.dtype):
         return value
-    rank = world().rank
-    device = world().device(spec.placement.type) if rank in spec.placement._coordinates else None
-    out = GlobalTensor.wrap(torch.empty(spec.local_shape(rank), dtype=value.dtype, device=device), spec.replace(dtype=value.dtype))
+    part = torch.empty(spec.local_shape(world().rank), dtype=value.dtype, device=p._local.device)
+    out = GlobalTensor.wrap(part, spec.replace(dtype=value.dtype))
     with torch.no_grad():
         out.copy_(value)
     return out
@@ -482,7 +483,7 @@ def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
         return type(value)(_laid(p, v, key) for v in value)
     if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
         if isinstance(p, GlobalTensor):
-            return _beside(stepped(p), value)
+            return _beside(p, stepped(p), value)
         if isinstance(value, GlobalTensor):  # of a parameter that is on each rank
             everyone = Placement(value.placement.type, list(range(world().size)))
             return value.detach().to_global(placement=everyone, sbp=broadcast).to_local().to(p.device)  # type: ignore[attr-defined]

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 DEVICE = os.environ.get("GLOBALTENSOR_TEST_DEVICE", "cpu")
+#: The names of device types in `globaltensor.sharding.placement`; by its path, for the package's own name of it is the class.
+_ALIASES: dict[str, str] = importlib.import_module("globaltensor.sharding.placement")._ALIASES
 
 
 def move() -> None:
     """Make this process's placements lie on `DEVICE`."""
     if DEVICE == "cpu":
         return
-    importlib.import_module("globaltensor.placement")._ALIASES["cpu"] = DEVICE  # the package's name of it is the class
+    _ALIASES["cpu"] = DEVICE
     torch.backends.cudnn.allow_tf32 = False
     torch.testing.assert_close = _leniently(torch.testing.assert_close)  # type: ignore[assignment]
     for holder in (torch, torch.Tensor):
